@@ -1,0 +1,138 @@
+"""What `python -m convert inspect` says of a model: facts, warnings, and memory per GPU."""
+
+import dataclasses
+import math
+
+from convert.names import Leaf
+from convert.source import Source
+from ddtree_jax.config import DecoderConfig, DrafterConfig, RopeConfig, TargetConfig
+
+GIB = 2**30
+CARDS_GB = (80, 141)  # H100 and H200, as they are sold: 10^9 bytes
+_USABLE = 0.9  # of a card; the rest is for activations, kernels' scratch and the runtime
+_BYTES = {"bfloat16": 2, "float32": 4}
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU: weights, and the K/V cache of one sequence of `max_length` positions."""
+
+    weights: int
+    cache: int
+    max_length: int
+    tp: int
+    dtype: str
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache
+
+    def fits(self, card_gb: int) -> bool:
+        return self.total <= _USABLE * card_gb * 1e9
+
+
+def _kv_heads_per_gpu(config: DecoderConfig, tp: int) -> int:
+    """KV heads are repeated when there are fewer than GPUs."""
+    return max(1, math.ceil(config.num_kv_heads / tp))
+
+
+def _elements_per_gpu(leaf: Leaf, config: DecoderConfig, tp: int) -> int:
+    size = math.prod(leaf.shape)
+    if leaf.shard_axis is None or tp == 1:
+        return size
+    if leaf.path.endswith(("wqkv_dkgh", "bqkv_kgh")):
+        heads = config.num_heads + 2 * config.num_kv_heads
+        local = math.ceil(config.num_heads / tp) + 2 * _kv_heads_per_gpu(config, tp)
+        return size // heads * local
+    return math.ceil(size / tp)
+
+
+def memory(source: Source, tp: int, max_length: int, dtype: str) -> Memory:
+    config, width = source.config, _BYTES[dtype]
+    weights = width * sum(_elements_per_gpu(leaf, config, tp) for leaf in source.leaves)
+    heads = _kv_heads_per_gpu(config, tp)
+    cache = 2 * width * config.num_layers * heads * config.head_dim * max_length
+    return Memory(weights, cache, max_length, tp, dtype)
+
+
+def sharding_warnings(config: DecoderConfig, tp: int) -> list[str]:
+    """What does not divide over `tp` GPUs."""
+    warnings = []
+    k = config.num_kv_heads
+    if config.num_heads % tp or (k % tp and tp % k):
+        warnings.append(f"{config.num_heads} heads in {k} KV groups do not divide over {tp} GPUs")
+    if config.intermediate_size % tp:
+        warnings.append(f"the MLP size {config.intermediate_size} does not divide over {tp} GPUs")
+    if isinstance(config, TargetConfig) and config.padded_vocab % tp:
+        warnings.append(f"{config.padded_vocab} vocabulary rows do not divide over {tp} GPUs")
+    return warnings
+
+
+def _rope(rope: RopeConfig) -> str:
+    text = f"{rope.kind}, theta {rope.theta:g}"
+    if rope.kind != "default":
+        text += f", factor {rope.factor:g} over {rope.original_max_position} positions"
+    return text
+
+
+def _attention(config: DecoderConfig) -> str:
+    windows = [w for w in config.windows if w is not None]
+    if not windows:
+        return f"full in all {config.num_layers} layers"
+    sizes = ", ".join(map(str, sorted(set(windows))))
+    return f"sliding (window {sizes}) in {len(windows)} of {config.num_layers} layers"
+
+
+def facts(source: Source) -> dict[str, str]:
+    """Label -> value, in the order in which they are shown."""
+    config = source.config
+    count = sum(math.prod(shape) for leaf in source.leaves for _, shape in leaf.sources)
+    extras = [
+        word for word, on in (("q/k norm", config.qk_norm), ("biases", config.attention_bias)) if on
+    ]
+    rows = {
+        "kind": source.kind,
+        "architecture": ", ".join(source.values.get("architectures") or ["-"]),
+        "parameters": f"{count:,} in {len(source.leaves)} arrays",
+        "dtype": source.default_dtype,
+        "layers": str(config.num_layers),
+        "hidden / MLP size": f"{config.hidden_size} / {config.intermediate_size}",
+        "heads": f"{config.num_heads} query, {config.num_kv_heads} KV, of size {config.head_dim}",
+        "attention": ", ".join([_attention(config), *extras]),
+        "rotary": _rope(config.rope),
+        "norm epsilon": f"{config.rms_norm_eps:g}",
+    }
+    if isinstance(config, DrafterConfig):
+        causal = sum(config.causal_block)
+        rows |= {
+            "block size": str(config.block_size),
+            "mask token": str(config.mask_token_id),
+            "target layers tapped": ", ".join(map(str, config.target_layer_ids)),
+            "target's layer count": str(config.num_target_layers or "not given"),
+            "causal in the block": f"{causal} of {config.num_layers} layers",
+        }
+    else:
+        tied = "tied" if config.tie_embeddings else "untied"
+        rows |= {
+            "vocabulary": f"{config.vocab_size} (stored as {config.padded_vocab}), head {tied}",
+            "positions": str(config.max_position),
+            "stop ids": ", ".join(map(str, config.stop_ids)) or "none",
+            "tokenizer": "yes" if source.folder else "no",
+        }
+    return rows
+
+
+def warnings(source: Source, tp: int, max_length: int) -> list[str]:
+    config = source.config
+    found = sharding_warnings(config, tp)
+    if isinstance(config, DrafterConfig):
+        if config.num_target_layers is None:
+            found.append("the config does not say how many layers its target has")
+    else:
+        if source.folder is None:
+            found.append("there are no tokenizer files: only --prompt-ids will work")
+        if not config.stop_ids:
+            found.append("there is no stop id: texts end only at their length limit")
+        if max_length > config.max_position:
+            found.append(f"{max_length} positions are more than its {config.max_position}")
+    return found

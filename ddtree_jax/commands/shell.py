@@ -1,0 +1,89 @@
+"""What every command shares: exit codes, one-sentence errors, atomic JSON output."""
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ddtree_jax.errors import InputError, RunError
+
+OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are one sentence, without the usage text."""
+
+    def error(self, message: str):
+        raise InputError(message)
+
+
+def run(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
+    """Runs a command and turns exceptions into exit codes; --debug shows the traceback."""
+    debug = "--debug" in argv
+
+    def fail(error: BaseException, code: int, message: str) -> int:
+        if debug:
+            traceback.print_exception(error)
+        print(f"error: {message}", file=sys.stderr)
+        return code
+
+    try:
+        return command(argv)
+    except InputError as error:
+        return fail(error, BAD_INPUT, str(error))
+    except RunError as error:
+        return fail(error, FAILED, str(error))
+    except KeyboardInterrupt as error:
+        return fail(error, INTERRUPTED, "interrupted")
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except Exception as error:
+        message = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return fail(error, FAILED, message + " (--debug shows where)")
+
+
+def check_writable(path: str) -> None:
+    """Raises InputError if `path` ("-" is stdout) cannot be written, before any work is done."""
+    if path == "-":
+        return
+    target = Path(path)
+    if target.is_dir():
+        raise InputError(f"{path}: is a folder; expected a file to write")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=target.parent):
+            pass
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror})") from None
+
+
+def write_json(path: str, value: Any) -> None:
+    """Writes JSON to stdout ("-") or a file; a partial file never carries the final name."""
+    text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+    if path == "-":
+        sys.stdout.write(text)
+        return
+    with atomic(Path(path)) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def atomic(path: Path) -> Iterator[Path]:
+    """A temporary name beside `path`, renamed to it if the block succeeds, else removed."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        temporary.chmod(0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,267 @@
+"""scripts/train_drafter.py: answers by the target, training, export; each step can be repeated."""
+
+import dataclasses
+import json
+import random
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from rich.console import Console
+
+from ddtree_jax import api, paths
+from ddtree_jax.commands import shell
+from ddtree_jax.config import DrafterConfig, TargetConfig
+from ddtree_jax.errors import InputError
+from ddtree_jax.models import Target
+from ddtree_jax.training import data, prompts
+from ddtree_jax.training.loop import TrainConfig, train
+from ddtree_jax.training.loss import LossConfig
+
+CHUNK = 4096  # answers per data file
+
+
+def _parser() -> shell.Parser:
+    parser = shell.Parser(prog="train_drafter.py", description=__doc__, allow_abbrev=False)
+    add = parser.add_argument
+    add("step", choices=["generate", "train", "export", "all"], nargs="?", default="all")
+    add("--target", metavar="PATH|ID", help="default: the bundled target")
+    add("--prompts", metavar="FILE", help="JSON lines with 'prompt' (ddtree_jax.training.prompts)")
+    add("--work", metavar="DIR", default=".work/drafter", help="data, checkpoints, metrics")
+    add("--out", metavar="DIR", help="where export writes the drafter")
+    add("--dtype", choices=list(api.DTYPES), default="bfloat16")
+    add("--seed", type=int, default=0)
+    add("--debug", action="store_true")
+    generate = parser.add_argument_group("generate")
+    generate.add_argument("--batch-size", type=int, default=512)
+    generate.add_argument("--max-new-tokens", type=int, default=320)
+    generate.add_argument(
+        "--synthetic",
+        type=int,
+        default=0,
+        metavar="N",
+        help="prompts made by sampling the target after its user prefix",
+    )
+    generate.add_argument(
+        "--sampled",
+        type=float,
+        default=0.25,
+        metavar="P",
+        help="fraction of the answers at temperature 0.7, the others greedy",
+    )
+    generate.add_argument("--minutes", type=float, default=60.0, help="stop generating after this")
+    drafter = parser.add_argument_group("drafter")
+    drafter.add_argument("--layers", type=int, default=3)
+    drafter.add_argument("--block-size", type=int, default=16)
+    drafter.add_argument("--target-layer-ids", default="1,8,14,20,27")
+    drafter.add_argument("--mask-token-id", type=int, default=16)
+    training = parser.add_argument_group("train")
+    training.add_argument("--steps", type=int, default=TrainConfig.steps)
+    training.add_argument("--rows", type=int, default=TrainConfig.rows)
+    training.add_argument("--row-length", type=int, default=512)
+    training.add_argument("--anchors", type=int, default=LossConfig.anchors)
+    training.add_argument("--gamma", type=float, default=LossConfig.gamma)
+    training.add_argument("--learning-rate", type=float, default=TrainConfig.learning_rate)
+    training.add_argument("--eval-every", type=int, default=TrainConfig.eval_every)
+    return parser
+
+
+def drafter_config(target: TargetConfig, args) -> DrafterConfig:
+    """A drafter of the target's width with its own layers."""
+    try:
+        layer_ids = tuple(int(part) for part in args.target_layer_ids.split(","))
+    except ValueError:
+        raise InputError(
+            f"--target-layer-ids is {args.target_layer_ids!r}; expected 1,8,14"
+        ) from None
+    shared = {
+        field.name: getattr(target, field.name)
+        for field in dataclasses.fields(DrafterConfig)
+        if hasattr(target, field.name)
+    }
+    return DrafterConfig(
+        **shared
+        | dict(
+            num_layers=args.layers,
+            windows=(None,) * args.layers,
+            causal_block=(False,) * args.layers,
+            qk_norm=True,
+            attention_bias=False,
+            block_size=args.block_size,
+            mask_token_id=args.mask_token_id,
+            target_layer_ids=layer_ids,
+            num_target_layers=target.num_layers,
+        )
+    )
+
+
+def _generate(args, console: Console) -> None:
+    """Answers every prompt once; finished files are kept, so an interrupted run goes on."""
+    if args.prompts is None:
+        raise InputError("--prompts is missing; make one: python -m ddtree_jax.training.prompts")
+    folder = Path(args.work) / "data"
+    engine = api.load(
+        args.target or api.BUNDLED,
+        None,
+        dtype=args.dtype,
+        batch_size=args.batch_size,
+        prefill_chunk=128,
+        max_length=1024,
+    )
+    texts = prompts.load_training(Path(args.prompts))
+    random.Random(args.seed).shuffle(texts)
+    deadline = time.monotonic() + 60 * args.minutes
+    if args.synthetic:
+        texts = _synthetic(engine, args, console) + texts
+        random.Random(args.seed).shuffle(texts)
+    ids = [api.encode(engine, text) for text in texts]
+    ids = [prompt for prompt in ids if len(prompt) <= 384]
+    done_before = len(list(folder.glob("answers-*.npz")))
+    total = 0
+    for number in range(done_before, -(-len(ids) // CHUNK)):
+        part = ids[number * CHUNK : (number + 1) * CHUNK]
+        cut = int(len(part) * args.sampled)
+        pairs = []
+        started = time.monotonic()
+        for temperature, members in ((0.7, part[:cut]), (0.0, part[cut:])):
+            for generation in data.answer(
+                engine,
+                members,
+                temperature=temperature,
+                seed=args.seed + number,
+                max_new_tokens=args.max_new_tokens,
+            ):
+                pairs.append((generation.prompt_ids, generation.output_ids))
+        documents = data.Documents.of(pairs)
+        documents.save(folder / f"answers-{number:04d}.npz")
+        total += documents.answer_tokens
+        rate = documents.answer_tokens / (time.monotonic() - started)
+        console.print(
+            f"answers-{number:04d}: {len(documents)} answers, {documents.answer_tokens} tokens, "
+            f"{rate:.0f} tokens/s; {total} tokens in all"
+        )
+        if time.monotonic() > deadline:
+            console.print("Time is up; the rest of the prompts is left out.")
+            break
+
+
+def _synthetic(engine, args, console: Console) -> list[str]:
+    """User turns that the target itself makes up after the beginning of one."""
+    mark = "\0"
+    whole = engine.tokenizer.apply_chat_template(
+        [{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=False
+    )
+    prefix = engine.tokenizer.encode(whole[: whole.index(mark)])
+    made = set()
+    for generation in data.answer(
+        engine, [prefix] * args.synthetic, temperature=1.0, seed=args.seed, max_new_tokens=160
+    ):
+        text = engine.with_text(generation).text.strip()
+        if generation.finish_reason == "stop" and 15 <= len(text) <= 800:
+            made.add(text)
+    console.print(f"{len(made)} synthetic prompts of {args.synthetic}")
+    return sorted(made)
+
+
+def _held_out(paths_: list[Path], length: int, seed: int) -> tuple[data.Rows, data.Rows]:
+    """Training rows and held-out rows: one document in fifty, at most 256 rows of them."""
+    documents = data.Documents.load(paths_)
+    held = np.arange(len(documents)) % 50 == 0
+
+    def choose(mask: np.ndarray) -> data.Documents:
+        return data.Documents.of(
+            (
+                documents.tokens[begin : begin + split].tolist(),
+                documents.tokens[begin + split : end].tolist(),
+            )
+            for begin, end, split, keep in zip(
+                documents.starts, documents.starts[1:], documents.answers, mask, strict=False
+            )
+            if keep
+        )
+
+    held_rows = data.pack(choose(held), length, seed)
+    held_rows = data.Rows(**held_rows.take(np.arange(min(256, len(held_rows)))))
+    return data.pack(choose(~held), length, seed), held_rows
+
+
+def _train(args, console: Console) -> None:
+    import convert
+
+    source = convert.open_model(args.target or paths.bundled_target(), drafter=False)
+    config = drafter_config(source.config, args)
+    work = Path(args.work)
+    with console.status("Packing"):
+        rows, held = _held_out(
+            sorted((work / "data").glob("answers-*.npz")), args.row_length, args.seed
+        )
+    filled = (rows.document >= 0).mean()
+    console.print(
+        f"{len(rows)} rows of {args.row_length} ({filled:.0%} filled, "
+        f"{int(rows.in_answer.sum())} answer tokens), {len(held)} rows held out; "
+        f"{args.steps * args.rows / len(rows):.1f} epochs"
+    )
+    abstract = nnx.eval_shape(lambda: Target(source.config, rngs=nnx.Rngs(0)))
+    graphdef, _ = nnx.split(abstract)
+    state = convert.to_state(abstract, source.load(args.dtype))
+    target = nnx.merge(graphdef, jax.tree.map(jnp.asarray, state))
+
+    def report(entry: dict) -> None:
+        console.print(
+            f"step {entry['step']:6d}  {entry['kind']:9s}  loss {entry['loss']:.3f}  "
+            f"tau {entry['tau']:.3f}  slots {entry['slot_accuracy'][:4]}  {entry['seconds']:.0f} s"
+        )
+
+    train_config = TrainConfig(
+        steps=args.steps,
+        rows=args.rows,
+        learning_rate=args.learning_rate,
+        seed=args.seed,
+        eval_every=args.eval_every,
+        save_every=args.eval_every,
+    )
+    loss_config = LossConfig(anchors=args.anchors, gamma=args.gamma)
+    params = train(target, config, rows, held, train_config, loss_config, work, report)
+    with shell.atomic(work / "drafter.npz") as temporary, temporary.open("wb") as file:
+        np.savez(file, **params)
+    recipe = {
+        "data": {"rows": len(rows), "answer_tokens": int(rows.in_answer.sum())},
+        "train": dataclasses.asdict(train_config),
+        "loss": dataclasses.asdict(loss_config),
+        "device": jax.devices()[0].device_kind,
+    }
+    (work / "recipe.json").write_text(json.dumps(recipe, indent=1))
+
+
+def _export(args, console: Console) -> None:
+    import convert
+    from convert.export import export_drafter
+
+    if args.out is None:
+        raise InputError("--out is missing; expected the folder for the drafter")
+    source = convert.open_model(args.target or paths.bundled_target(), drafter=False)
+    config = drafter_config(source.config, args)
+    stored = Path(args.work) / "drafter.npz"
+    if not stored.exists():
+        raise InputError(f"{stored}: no such file; run the 'train' step first")
+    with np.load(stored) as archive:
+        export_drafter(config, source.config, dict(archive), Path(args.out))
+    console.print(f"{args.out}: written")
+
+
+def command(argv: Sequence[str]) -> int:
+    args = _parser().parse_args(argv)
+    console = Console(stderr=True)
+    steps = {"generate": _generate, "train": _train, "export": _export}
+    for name in steps if args.step == "all" else [args.step]:
+        steps[name](args, console)
+    return shell.OK
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return shell.run(command, sys.argv[1:] if argv is None else argv)

@@ -1,0 +1,452 @@
+"""Model configurations, parsed from a Hugging Face `config.json`. Nothing is guessed.
+
+Every fact that changes the mathematics is read from the file or refused; see `parse_target`,
+`parse_drafter` and `check_pair`. A configuration is frozen and hashable, so it can be a static
+argument of a jitted program.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ddtree_jax.errors import InputError
+
+VOCAB_MULTIPLE = 128  # embedding and head rows are padded to this, so that shards stay aligned
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding over all of `head_dim`, neox style (rotate half).
+
+    kind: "default", "llama3" or "yarn"; the other fields are used by the kinds that need them.
+    """
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """What target and drafter layers share.
+
+    windows[l] is the sliding window of layer l in positions, the query itself counted, or None for
+    full attention.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    qk_norm: bool
+    attention_bias: bool
+    windows: tuple[int | None, ...]
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetConfig(DecoderConfig):
+    """A causal language model of the Llama or Qwen3 dense family."""
+
+    family: str
+    vocab_size: int
+    tie_embeddings: bool
+    max_position: int
+    stop_ids: tuple[int, ...]
+
+    @property
+    def padded_vocab(self) -> int:
+        return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterConfig(DecoderConfig):
+    """A DFlash v1 drafter (arXiv 2602.06036). It has neither embedding nor head of its own.
+
+    causal_block[l]: whether layer l is causal inside the block; otherwise it is bidirectional.
+    target_layer_ids: decoder layers of the target, counted from 0, whose OUTPUT is a feature.
+    """
+
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int | None
+    vocab_size: int | None
+    causal_block: tuple[bool, ...]
+
+    @property
+    def feature_size(self) -> int:
+        return len(self.target_layer_ids) * self.hidden_size
+
+
+class _Reader:
+    """Reads keys of one JSON object; errors name the file, the key and what is expected."""
+
+    def __init__(self, values: Mapping[str, Any], source: str, prefix: str = ""):
+        self.values, self.source, self.prefix = values, source, prefix
+
+    def fail(self, key: str, expected: str) -> InputError:
+        return InputError(f"{self.source}: '{self.prefix}{key}' {expected}")
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """An explicit null counts as missing."""
+        value = self.values.get(key)
+        return default if value is None else value
+
+    def integer(self, key: str, *, minimum: int = 1, default: int | None = None) -> int:
+        value = self.get(key, default)
+        if value is None:
+            raise self.fail(key, "is missing; expected an integer")
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise self.fail(key, f"is {value!r}; expected an integer of at least {minimum}")
+        return value
+
+    def number(self, key: str, *, default: float | None = None) -> float:
+        value = self.get(key, default)
+        if value is None:
+            raise self.fail(key, "is missing; expected a number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise self.fail(key, f"is {value!r}; expected a positive number")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise self.fail(key, f"is {value!r}; expected true or false")
+        return value
+
+    def section(self, key: str) -> "_Reader":
+        value = self.get(key, {})
+        if not isinstance(value, Mapping):
+            raise self.fail(key, "is not an object; expected a JSON object")
+        return _Reader(value, self.source, f"{self.prefix}{key}.")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`; InputError when it is missing or not an object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file; expected a model's config.json") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise InputError(f"{path}: is not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: expected a JSON object")
+    return value
+
+
+def _rope(config: _Reader, head_dim: int, default_theta: float | None) -> RopeConfig:
+    """RoPE from `rope_parameters` (transformers 5), else `rope_scaling` + `rope_theta` (4)."""
+    params = config.section("rope_parameters")
+    if not params.values:
+        params = config.section("rope_scaling")
+    elif "sliding_attention" in params.values or "full_attention" in params.values:
+        kinds = [params.section(kind) for kind in params.values]
+        if any(kind.values != kinds[0].values for kind in kinds):
+            raise config.fail("rope_parameters", "differs by layer type, which is not supported")
+        params = kinds[0]
+    theta = params.get("rope_theta", config.get("rope_theta", default_theta))
+    theta = _Reader({"rope_theta": theta}, config.source, config.prefix).number("rope_theta")
+    partial = params.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        raise config.fail("partial_rotary_factor", f"is {partial}; only 1.0 is supported")
+    kind = params.get("rope_type", params.get("type", "default"))
+    if kind == "default":
+        return RopeConfig(theta)
+    if kind not in ("llama3", "yarn"):
+        known = "expected default, llama3 or yarn"
+        raise params.fail("rope_type", f"is {kind!r}, which is not supported; {known}")
+    max_position = config.get("max_position_embeddings")
+    original = params.integer("original_max_position_embeddings", default=max_position)
+    if kind == "llama3":
+        return RopeConfig(
+            theta,
+            kind,
+            factor=params.number("factor"),
+            original_max_position=original,
+            low_freq_factor=params.number("low_freq_factor"),
+            high_freq_factor=params.number("high_freq_factor"),
+        )
+    factor = params.number("factor", default=(max_position or 0) / original or None)
+    return RopeConfig(
+        theta,
+        kind,
+        factor=factor,
+        original_max_position=original,
+        beta_fast=params.number("beta_fast", default=32.0),
+        beta_slow=params.number("beta_slow", default=1.0),
+        truncate=params.flag("truncate", True),
+        attention_factor=_yarn_attention_factor(params, factor),
+    )
+
+
+def _yarn_attention_factor(params: _Reader, factor: float) -> float:
+    given = params.get("attention_factor")
+    if given is not None:
+        return float(given)
+
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    numerator, denominator = params.get("mscale"), params.get("mscale_all_dim")
+    if numerator and denominator:
+        return mscale(numerator) / mscale(denominator)
+    return mscale(1.0)
+
+
+def _windows(config: _Reader, num_layers: int, *, by_layer_types: bool) -> tuple[int | None, ...]:
+    """The window of each layer. Targets also need `use_sliding_window`; drafters may omit it."""
+    kinds = config.get("layer_types")
+    enabled = config.get("use_sliding_window", by_layer_types)
+    if kinds is None:
+        if config.get("use_sliding_window", False) and config.get("sliding_window"):
+            raise config.fail("layer_types", "is missing although 'use_sliding_window' is true")
+        return (None,) * num_layers
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise config.fail("layer_types", f"must list {num_layers} layer kinds")
+    windows: list[int | None] = []
+    for kind in kinds:
+        if kind == "full_attention":
+            windows.append(None)
+        elif kind == "sliding_attention" and enabled:
+            windows.append(config.integer("sliding_window"))
+        elif kind == "sliding_attention":
+            raise config.fail(
+                "layer_types", "has sliding_attention although 'use_sliding_window' is false"
+            )
+        else:
+            raise config.fail("layer_types", f"holds {kind!r}, which is not supported")
+    return tuple(windows)
+
+
+def _decoder_fields(config: _Reader, default_theta: float | None) -> dict[str, Any]:
+    if config.get("hidden_act", "silu") != "silu":
+        raise config.fail("hidden_act", f"is {config.get('hidden_act')!r}; expected 'silu'")
+    hidden_size = config.integer("hidden_size")
+    heads = config.integer("num_attention_heads")
+    kv_heads = config.integer("num_key_value_heads", default=heads)
+    if heads % kv_heads:
+        raise config.fail("num_key_value_heads", f"is {kv_heads}, which does not divide {heads}")
+    head_dim = config.get("head_dim")
+    if head_dim is None and hidden_size % heads:
+        raise config.fail("head_dim", f"is missing and {heads} heads do not divide {hidden_size}")
+    head_dim = config.integer("head_dim", default=hidden_size // heads)
+    return dict(
+        hidden_size=hidden_size,
+        intermediate_size=config.integer("intermediate_size"),
+        num_layers=config.integer("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=config.number("rms_norm_eps", default=1e-6),
+        rope=_rope(config, head_dim, default_theta),
+        attention_bias=config.flag("attention_bias", False),
+    )
+
+
+_FAMILIES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
+
+
+def is_drafter(values: Mapping[str, Any]) -> bool:
+    """Whether a config.json describes a DFlash drafter rather than a target."""
+    names = values.get("architectures") or [""]
+    return "dflash_config" in values or names[0].startswith("DFlash")
+
+
+def _refuse_quantised(config: _Reader) -> None:
+    if config.get("quantization_config") is not None:
+        method = config.section("quantization_config").get("quant_method", "unknown")
+        raise config.fail(
+            "quantization_config", f"says the checkpoint is quantised ({method}); not supported"
+        )
+
+
+def parse_target(
+    values: Mapping[str, Any], source: str, generation: Mapping[str, Any] | None = None
+) -> TargetConfig:
+    """Parses a target's config.json.
+
+    Args:
+      values: the JSON object.
+      source: the file's name, for messages.
+      generation: generation_config.json, whose stop ids win over those of config.json.
+
+    Raises:
+      InputError: an unknown architecture, a missing or bad key, a quantised checkpoint.
+    """
+    config = _Reader(values, source)
+    names = config.get("architectures", [None])
+    if is_drafter(values):
+        raise config.fail("architectures", f"is {names[0]!r}: a DFlash drafter, not a target")
+    if not isinstance(names, list) or not names or names[0] not in _FAMILIES:
+        known = ", ".join(_FAMILIES)
+        got = names[0] if isinstance(names, list) and names else names
+        raise config.fail("architectures", f"is {got!r}, which is not supported; expected {known}")
+    _refuse_quantised(config)
+    if config.flag("mlp_bias", False):
+        raise config.fail("mlp_bias", "is true, which is not supported")
+    family = _FAMILIES[names[0]]
+    fields = _decoder_fields(config, default_theta=10000.0)
+    stops = (generation or {}).get("eos_token_id")
+    stops = config.get("eos_token_id") if stops is None else stops
+    stops = [] if stops is None else stops if isinstance(stops, list) else [stops]
+    sliding = family == "qwen3" and config.get("use_sliding_window", False)
+    return TargetConfig(
+        **fields,
+        qk_norm=family == "qwen3",
+        windows=(
+            _windows(config, fields["num_layers"], by_layer_types=False)
+            if sliding
+            else (None,) * fields["num_layers"]
+        ),
+        family=family,
+        vocab_size=config.integer("vocab_size"),
+        tie_embeddings=config.flag("tie_word_embeddings", False),
+        max_position=config.integer("max_position_embeddings"),
+        stop_ids=tuple(int(stop) for stop in stops),
+    )
+
+
+# Keys that change a drafter's algorithm and are not implemented here: refused, never ignored.
+_UNSUPPORTED_DRAFT_KEYS = (
+    "attention_sink_bias",
+    "attention_value_scale",
+    "input_embedding_scale",
+    "output_multiplier",
+    "final_logit_softcapping",
+    "use_swa",
+    "swa_window_size",
+    "draft_vocab_size",
+    "target_hidden_size",
+    "speculators_model_type",
+)
+_UNSUPPORTED_DRAFT_PREFIXES = ("conv_", "selector_")
+
+
+def _refuse_draft_variants(config: _Reader, dflash: _Reader) -> None:
+    for reader in (config, dflash):
+        for key, value in reader.values.items():
+            named = key in _UNSUPPORTED_DRAFT_KEYS or key.startswith(_UNSUPPORTED_DRAFT_PREFIXES)
+            if named and value not in (None, False):
+                raise reader.fail(key, f"is {value!r}: this variant of DFlash is not supported")
+        for key in ("is_neox_style", "rope_is_neox_style"):
+            if reader.get(key, True) is not True:
+                raise reader.fail(key, "is false; only neox-style rotary is supported")
+    projector = dflash.get("projector_type")
+    if projector is not None:
+        raise dflash.fail("projector_type", f"is {projector!r}, which is not supported")
+
+
+def _causal_block(
+    config: _Reader, dflash: _Reader, windows: tuple[int | None, ...]
+) -> tuple[bool, ...]:
+    """An explicit key rules all layers; without one only sliding layers are causal in-block."""
+    for reader, key in ((config, "is_causal"), (dflash, "causal"), (dflash, "causal_head")):
+        if reader.get(key) is not None:
+            return (reader.flag(key, False),) * len(windows)
+    return tuple(window is not None for window in windows)
+
+
+def parse_drafter(values: Mapping[str, Any], source: str) -> DrafterConfig:
+    """Parses a DFlash v1 drafter's config.json.
+
+    A value may stand in `dflash_config` or at the top level; the former wins.
+
+    Raises:
+      InputError: not a drafter, a missing or bad key, a variant that is not implemented.
+    """
+    config = _Reader(values, source)
+    names = config.get("architectures", [None])
+    if not is_drafter(values):
+        raise config.fail("architectures", f"is {names[0]!r}; expected a DFlash drafter")
+    if names[0] not in (None, "DFlashDraftModel"):
+        raise config.fail("architectures", f"is {names[0]!r}; expected 'DFlashDraftModel'")
+    _refuse_quantised(config)
+    dflash = config.section("dflash_config")
+    _refuse_draft_variants(config, dflash)
+
+    def holder(key: str) -> _Reader:
+        if dflash.get(key) is None and config.get(key) is not None:
+            return config
+        return dflash
+
+    layer_ids = holder("target_layer_ids").get("target_layer_ids")
+    if not isinstance(layer_ids, list) or not layer_ids:
+        problem = "is missing; expected the list of target layers that the drafter was trained on"
+        raise dflash.fail("target_layer_ids", problem)
+    if any(not isinstance(i, int) or i < 0 for i in layer_ids) or len(set(layer_ids)) < len(
+        layer_ids
+    ):
+        raise dflash.fail("target_layer_ids", f"is {layer_ids}; expected distinct layers from 0")
+    fields = _decoder_fields(config, default_theta=None)
+    windows = _windows(config, fields["num_layers"], by_layer_types=True)
+    num_target = holder("num_target_layers").get("num_target_layers")
+    return DrafterConfig(
+        **fields,
+        qk_norm=True,
+        windows=windows,
+        block_size=holder("block_size").integer("block_size", minimum=2),
+        mask_token_id=holder("mask_token_id").integer("mask_token_id", minimum=0),
+        target_layer_ids=tuple(layer_ids),
+        num_target_layers=num_target,
+        vocab_size=config.get("vocab_size"),
+        causal_block=_causal_block(config, dflash, windows),
+    )
+
+
+def pair_problems(target: TargetConfig, drafter: DrafterConfig, source: str) -> list[str]:
+    """Every reason why `drafter` (whose config is `source`) cannot draft for `target`."""
+    problems = []
+    last = target.num_layers - 1
+    if drafter.hidden_size != target.hidden_size:
+        problems.append(
+            f"'hidden_size' is {drafter.hidden_size}; expected the target's {target.hidden_size}"
+        )
+    if drafter.num_target_layers not in (None, target.num_layers):
+        problems.append(
+            f"'num_target_layers' is {drafter.num_target_layers}; "
+            f"expected the target's {target.num_layers}"
+        )
+    bad_ids = [layer for layer in drafter.target_layer_ids if layer >= last]
+    if bad_ids:
+        problems.append(
+            f"'target_layer_ids' holds {bad_ids}; expected layers below {last}, "
+            f"the last of the target's {target.num_layers}"
+        )
+    if drafter.vocab_size not in (None, target.vocab_size):
+        problems.append(
+            f"'vocab_size' is {drafter.vocab_size}; expected the target's {target.vocab_size}"
+        )
+    if drafter.mask_token_id >= target.vocab_size:
+        problems.append(
+            f"'mask_token_id' is {drafter.mask_token_id}; "
+            f"expected an id below the target's vocabulary of {target.vocab_size}"
+        )
+    return [f"{source}: {problem}" for problem in problems]
+
+
+def check_pair(target: TargetConfig, drafter: DrafterConfig, source: str) -> None:
+    """Raises InputError naming every mismatch of the pair."""
+    problems = pair_problems(target, drafter, source)
+    if problems:
+        raise InputError("; ".join(problems))

@@ -1,0 +1,33 @@
+"""Flax NNX modules of the target and the drafter."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from flax import nnx
+
+from ddtree_jax.config import DrafterConfig, TargetConfig
+from ddtree_jax.models.drafter import Drafter
+from ddtree_jax.models.target import Target
+
+
+def parameter_name(path: Sequence[Any]) -> str:
+    """The dotted name of a parameter from its key path in an nnx.State."""
+    return ".".join(str(getattr(key, "key", key)) for key in path if hasattr(key, "key"))
+
+
+class Models(nnx.Module):
+    """A target and, unless it decodes alone, its drafter."""
+
+    def __init__(
+        self,
+        target: TargetConfig,
+        drafter: DrafterConfig | None = None,
+        *,
+        axis: str | None = None,
+        rngs: nnx.Rngs,
+    ):
+        self.target = Target(target, axis=axis, rngs=rngs)
+        self.drafter = None if drafter is None else Drafter(drafter, axis=axis, rngs=rngs)
+
+
+__all__ = ["Drafter", "Models", "Target", "parameter_name"]

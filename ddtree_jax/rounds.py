@@ -1,0 +1,295 @@
+"""The programs of decoding, as pure functions of (models, state): prefill, and one round per mode.
+
+A round drafts, verifies, accepts and commits; nothing in it returns to the host. Rows of a batch
+are independent: each has its own length, tree, noise and end. A finished row commits and emits
+nothing.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from ddtree_jax import cache as caches
+from ddtree_jax import sampling
+from ddtree_jax import tree as trees
+from ddtree_jax.cache import Cache
+from ddtree_jax.models import Models
+from ddtree_jax.tree import Tree
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["limit", "stop_ids", "temperature", "seed", "sample"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What each row asks for, [b] each.
+
+    limit: tokens to emit at most, int32. stop_ids: int32 [b, stops], -1 where unused.
+    temperature: float32, 0 is greedy. seed, sample: uint32, see sampling.py.
+    """
+
+    limit: jax.Array
+    stop_ids: jax.Array
+    temperature: jax.Array
+    seed: jax.Array
+    sample: jax.Array
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        "cache",
+        "draft_cache",
+        "features",
+        "feature_count",
+        "bonus",
+        "length",
+        "emitted",
+        "done",
+        "request",
+    ],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """All that decoding carries from round to round; b rows.
+
+    cache: the target's committed K/V; the first `length` slots are real.
+    draft_cache: the drafter's context K/V, `feature_count` rows behind the target's; None in AR.
+    features: [b, p, F * d] target features of the last committed rows, the first `feature_count` of
+      them real; the next draft appends them to its context. None in AR.
+    bonus: int32 [b], the last emitted token; the target has not seen it yet.
+    length: int32 [b], committed tokens (prompt and output without the bonus token).
+    emitted: int32 [b], tokens emitted so far, the prefill's included.
+    done: bool [b].
+    """
+
+    cache: Cache
+    draft_cache: Cache | None
+    features: jax.Array | None
+    feature_count: jax.Array | None
+    bonus: jax.Array
+    length: jax.Array
+    emitted: jax.Array
+    done: jax.Array
+    request: Request
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["tokens", "count", "done"], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True)
+class Emitted:
+    """What a round emits: tokens int32 [b, p], of which the first `count` [b] count; `done` [b]."""
+
+    tokens: jax.Array
+    count: jax.Array
+    done: jax.Array
+
+
+def empty_state(
+    models: Models, batch: int, slots: int, stops: int, dtype, *, drafting: bool
+) -> DecodeState:
+    """A state of idle rows. `slots` bounds prompt plus output; `drafting` False is AR's state."""
+    drafter = models.drafter.config if drafting else None
+
+    def integers(dtype=jnp.int32):
+        return jnp.zeros((batch,), dtype)
+
+    return DecodeState(
+        cache=caches.empty(models.target.config, batch, slots, dtype),
+        draft_cache=caches.empty(drafter, batch, slots, dtype) if drafter else None,
+        features=(
+            jnp.zeros((batch, drafter.block_size, drafter.feature_size), dtype) if drafter else None
+        ),
+        feature_count=integers() if drafter else None,
+        bonus=integers(),
+        length=integers(),
+        emitted=integers(),
+        done=jnp.ones((batch,), bool),
+        request=Request(
+            limit=integers(),
+            stop_ids=jnp.full((batch, stops), -1, jnp.int32),
+            temperature=jnp.zeros((batch,), jnp.float32),
+            seed=integers(jnp.uint32),
+            sample=integers(jnp.uint32),
+        ),
+    )
+
+
+def insert(state: DecodeState, row: DecodeState, slot: jax.Array) -> DecodeState:
+    """Puts a prefilled state of batch 1 into row `slot` of a batch."""
+    return jax.tree.map(
+        lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, slot, axis=0),
+        state,
+        row,
+    )
+
+
+def _choose(models, state, hidden_bnd, tree: Tree, max_depth: int, sampled: bool) -> jax.Array:
+    request = state.request
+    return sampling.choose(
+        models.target.logits(hidden_bnd),
+        tree.depths,
+        state.length,
+        max_depth,
+        temperature_b=request.temperature,
+        seed_b=request.seed,
+        sample_b=request.sample,
+        sampled=sampled,
+        axis=models.target.axis,
+    )
+
+
+def _verify(models: Models, state: DecodeState, tree: Tree):
+    """The one target forward: hidden, features and pending K/V of the tree's nodes."""
+    drafter = models.drafter if state.draft_cache is not None else None
+    layers = drafter.config.target_layer_ids if drafter is not None else ()
+    with jax.named_scope("verify"):
+        return models.target(
+            state.cache, tree.tokens, tree.depths, tree.ancestors, state.length, layers
+        )
+
+
+def _emit(
+    state: DecodeState, tokens_bp: jax.Array, count_b: jax.Array
+) -> tuple[DecodeState, Emitted]:
+    """Emits the first `count_b` tokens, cut at a stop id or the limit; finished rows nothing."""
+    count_b = jnp.where(state.done, 0, count_b)
+    remaining = state.request.limit - state.emitted
+    count, finished = sampling.stop_cut(tokens_bp, count_b, remaining, state.request.stop_ids)
+    done = state.done | finished
+    last = jnp.take_along_axis(tokens_bp, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+    state = dataclasses.replace(
+        state,
+        bonus=jnp.where(count > 0, last, state.bonus),
+        emitted=state.emitted + count,
+        done=done,
+    )
+    return state, Emitted(tokens_bp, count, done)
+
+
+def prefill_chunk(
+    models: Models,
+    state: DecodeState,
+    tokens_bn: jax.Array,
+    count_b: jax.Array,
+    *,
+    last: bool,
+    sampled: bool,
+) -> tuple[DecodeState, Emitted | None]:
+    """Commits the next `count_b` prompt tokens; the last chunk also chooses the first token.
+
+    The features of every prompt token enter the drafter's context, whatever the chunk size.
+    """
+    tree = trees.chain(tokens_bn, count_b)
+    hidden, features, pending = _verify(models, state, tree)
+    draft_cache = state.draft_cache
+    if draft_cache is not None:
+        _, draft_pending = models.drafter(draft_cache, state.length, features, count_b, None)
+        draft_cache = caches.commit(draft_cache, draft_pending, state.length, count_b)
+    emitted = None
+    if last:
+        index = jnp.maximum(count_b - 1, 0)[:, None]
+        row = jnp.take_along_axis(hidden, index[:, :, None], axis=1)
+        node = Tree(*(None,) * 2, depths=index, ancestors=None, valid=None)
+        choice = _choose(models, state, row, node, tokens_bn.shape[1] - 1, sampled)
+        state, emitted = _emit(state, choice, jnp.ones_like(count_b))
+    return dataclasses.replace(
+        state,
+        cache=caches.commit(state.cache, pending, state.length, count_b),
+        draft_cache=draft_cache,
+        length=state.length + count_b,
+    ), emitted
+
+
+def top2_gap(
+    models: Models, state: DecodeState, tokens_bn: jax.Array, count_b: jax.Array
+) -> tuple[DecodeState, jax.Array]:
+    """How far the two largest logits [b] after the last of these tokens lie apart."""
+    hidden, _, _ = _verify(models, state, trees.chain(tokens_bn, count_b))
+    last = jnp.take_along_axis(hidden, (count_b - 1)[:, None, None], axis=1)
+    best, _ = jax.lax.top_k(models.target.logits(last)[:, 0], 2)
+    return state, best[:, 0] - best[:, 1]
+
+
+def _draft(models: Models, state: DecodeState) -> tuple[jax.Array, Cache]:
+    """float32 logits [b, block - 1, v] of the masked slots, and the drafter's extended context."""
+    config = models.drafter.config
+    with jax.named_scope("draft"):
+        batch = state.bonus.shape[0]
+        masks = jnp.full((batch, config.block_size - 1), config.mask_token_id, jnp.int32)
+        block = models.target.embed(jnp.concatenate([state.bonus[:, None], masks], axis=1))
+        start = state.length - state.feature_count
+        hidden, pending = models.drafter(
+            state.draft_cache, start, state.features, state.feature_count, block
+        )
+        draft_cache = caches.commit(state.draft_cache, pending, start, state.feature_count)
+        return models.target.logits(hidden[:, 1:]), draft_cache
+
+
+def _verify_and_commit(
+    models: Models, state: DecodeState, tree: Tree, max_path: int, sampled: bool
+) -> tuple[DecodeState, Emitted]:
+    """Verifies a tree, emits the accepted path and the next bonus token, commits the path."""
+    hidden, features, pending = _verify(models, state, tree)
+    with jax.named_scope("accept"):
+        choice = _choose(models, state, hidden, tree, max_path - 1, sampled)
+        path, count = trees.accept(tree, choice, max_path)
+        # Worked example: path [0, 4, 9, 0, ...] of count 3 emits the tokens of nodes 4 and 9, then
+        # the choice at node 9. Each is the choice at the node before it, so: choice[path].
+        tokens = jnp.take_along_axis(choice, path, axis=1)
+        length = state.length
+        state, emitted = _emit(state, tokens, count)
+    with jax.named_scope("commit"):
+        # One committed row per emitted token: the root and the accepted nodes.
+        committed = emitted.count
+        changes = dict(
+            cache=caches.commit(state.cache, pending, length, committed, path),
+            length=length + committed,
+        )
+        if state.draft_cache is not None:
+            rows = jnp.take_along_axis(features, path[:, :, None], axis=1)
+            changes |= dict(features=rows, feature_count=committed)
+        return dataclasses.replace(state, **changes), emitted
+
+
+def ar_round(models: Models, state: DecodeState, *, sampled: bool) -> tuple[DecodeState, Emitted]:
+    """One token: a tree of one node."""
+    return _verify_and_commit(models, state, trees.chain(state.bonus[:, None]), 1, sampled)
+
+
+def chain_round(
+    models: Models, state: DecodeState, *, sampled: bool
+) -> tuple[DecodeState, Emitted]:
+    """DFlash: the drafter's best token of each slot, verified as a chain."""
+    logits, draft_cache = _draft(models, state)
+    state = dataclasses.replace(state, draft_cache=draft_cache)
+    tokens = sampling.argmax(logits, models.target.axis)
+    tree = trees.chain(jnp.concatenate([state.bonus[:, None], tokens], axis=1))
+    return _verify_and_commit(models, state, tree, tree.tokens.shape[1], sampled)
+
+
+def tree_round(
+    models: Models,
+    state: DecodeState,
+    *,
+    budget: int,
+    sampled: bool,
+    chain_seed: bool = False,
+    stable_top_k: bool = True,
+) -> tuple[DecodeState, Emitted]:
+    """DDTree: the `budget` most probable prefixes of the drafter's block, verified as a tree."""
+    logits, draft_cache = _draft(models, state)
+    state = dataclasses.replace(state, draft_cache=draft_cache)
+    with jax.named_scope("tree"):
+        ranks = min(budget, models.target.config.vocab_size)
+        candidates, log_probs = sampling.draft_candidates(
+            logits, ranks, axis=models.target.axis, stable=stable_top_k
+        )
+        tree = trees.build(state.bonus, candidates, log_probs, budget, chain_seed=chain_seed)
+    return _verify_and_commit(models, state, tree, models.drafter.config.block_size, sampled)

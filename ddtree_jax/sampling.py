@@ -1,0 +1,121 @@
+"""The target's choice after each node: greedy, or sampled with noise that belongs to a position.
+
+The noise for absolute position p of sample s of a request is a function of (seed, s, p, token id)
+and of nothing else. A sampled text is therefore the same in every mode, with every tree, alone or
+in a batch; sampling is argmax(logits / T + Gumbel noise), which is exact.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def gumbel(seed: jax.Array, sample: jax.Array, position: jax.Array, size: int) -> jax.Array:
+    """Standard Gumbel noise float32 [size] of one position; scalars are uint32 or int32.
+
+    JAX's partitionable threefry makes entry i a function of (key, i) alone, so a longer vocabulary
+    does not change the noise of a token.
+    """
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), sample), position)
+    bits = jax.random.bits(key, (size,), jnp.uint32)
+    # 23 random bits at the centres of their cells: never 0 or 1, so both logarithms are finite.
+    uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
+    return -jnp.log(-jnp.log(uniform))
+
+
+def argmax(logits: jax.Array, axis: str | None) -> jax.Array:
+    """Global token ids int32 of the largest logits [..., v], lowest id on ties.
+
+    `axis` names the mesh axis over which the vocabulary is sharded, or is None.
+    """
+    index = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if axis is None:
+        return index
+    best = jnp.max(logits, axis=-1)
+    everyone = lax.all_gather(best, axis)
+    ids = lax.all_gather(index + lax.axis_index(axis) * logits.shape[-1], axis)
+    winner = jnp.argmax(everyone, axis=0)  # the lowest shard on ties, so the lowest id
+    return jnp.take_along_axis(ids, winner[None], axis=0)[0]
+
+
+def choose(
+    logits_bnv: jax.Array,
+    depths_bn: jax.Array,
+    length_b: jax.Array,
+    max_depth: int,
+    *,
+    temperature_b: jax.Array,
+    seed_b: jax.Array,
+    sample_b: jax.Array,
+    sampled: bool,
+    axis: str | None = None,
+) -> jax.Array:
+    """The token int32 [b, n] that follows each node.
+
+    Args:
+      logits_bnv: float32; a node at position p chooses the token of position p + 1.
+      depths_bn: node depths; a node's position is length_b + depth.
+      max_depth: the largest depth (static): nodes of one depth share their noise.
+      temperature_b: rows at 0 are greedy.
+      sampled: static; False compiles the greedy program, whatever the temperatures.
+      axis: mesh axis of a sharded vocabulary.
+    """
+    if not sampled:
+        return argmax(logits_bnv, axis)
+    local = logits_bnv.shape[-1]
+    shards = 1 if axis is None else lax.axis_size(axis)
+    first = 0 if axis is None else lax.axis_index(axis) * local
+    positions = length_b[:, None] + jnp.arange(max_depth + 1) + 1
+
+    def row(seed, sample, positions):
+        return jax.vmap(lambda position: gumbel(seed, sample, position, local * shards))(positions)
+
+    noise_bdv = jax.vmap(row)(seed_b, sample_b, positions)
+    noise_bdv = lax.dynamic_slice_in_dim(noise_bdv, first, local, axis=-1)
+    noise_bnv = jnp.take_along_axis(noise_bdv, depths_bn[:, :, None], axis=1)
+    temperature = temperature_b[:, None, None]
+    noisy = logits_bnv / jnp.where(temperature > 0, temperature, 1.0) + noise_bnv
+    return argmax(jnp.where(temperature > 0, noisy, logits_bnv), axis)
+
+
+def draft_candidates(
+    logits_blv: jax.Array, ranks: int, *, axis: str | None = None, stable: bool = True
+) -> tuple[jax.Array, jax.Array]:
+    """The `ranks` best tokens of each slot and their log-probabilities, [b, l, ranks], best first.
+
+    Args:
+      logits_blv: float32 logits of the block's masked slots.
+      axis: mesh axis of a sharded vocabulary; token ids are global.
+      stable: whether ties take the lowest id; on a GPU an unstable selection is much faster.
+    """
+    b, slots, v = logits_blv.shape
+    flat = logits_blv.reshape(b * slots, v)  # rank 2: XLA's fast selection wants it
+    values, tokens = lax.top_k(flat, min(ranks, v), is_stable=stable)
+    total = jax.nn.logsumexp(flat, axis=-1, keepdims=True)
+    if axis is not None:
+        tokens += lax.axis_index(axis) * v
+        values, tokens, totals = (
+            lax.all_gather(part, axis, axis=1, tiled=True) for part in (values, tokens, total)
+        )
+        values, place = lax.top_k(values, ranks)
+        tokens = jnp.take_along_axis(tokens, place, axis=1)
+        total = jax.nn.logsumexp(totals, axis=-1, keepdims=True)
+    shape = (b, slots, ranks)
+    return tokens.reshape(shape), jnp.minimum(values - total, 0.0).reshape(shape)
+
+
+def stop_cut(
+    tokens_bp: jax.Array, count_b: jax.Array, remaining_b: jax.Array, stop_ids_bs: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Cuts what a round emits at the first stop id and at the request's limit.
+
+    Returns:
+      the number of tokens to emit [b] (a stop id included) and whether the row is finished [b].
+    """
+    index = jnp.arange(tokens_bp.shape[1])
+    count = jnp.minimum(count_b, remaining_b)
+    is_stop = (tokens_bp[:, :, None] == stop_ids_bs[:, None, :]).any(axis=-1)
+    is_stop = is_stop & (index < count[:, None])
+    stopped = is_stop.any(axis=1)
+    count = jnp.where(stopped, jnp.argmax(is_stop, axis=1) + 1, count)
+    return count, stopped | (count >= remaining_b)

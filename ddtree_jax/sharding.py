@@ -1,0 +1,62 @@
+"""From logical axis names to the mesh: one table, and `shard_map` around whole programs.
+
+A round is one `jax.shard_map` over the mesh (data, model): everything inside is local, and the
+collectives are explicit. On one device there is no mesh and no collective.
+"""
+
+from collections.abc import Callable
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ddtree_jax.config import DecoderConfig
+from ddtree_jax.errors import InputError
+
+DATA, MODEL = "data", "model"
+# Logical axes of parameters (models/layers.py: param) that are split over the model axis.
+RULES = {"kv_heads": MODEL, "mlp": MODEL, "vocab": MODEL}
+
+
+def parameter_specs(state: nnx.State):
+    """The PartitionSpec of every parameter, in a tree like `state` flattened by jax.tree."""
+
+    def spec(variable: nnx.Variable) -> P:
+        return P(*(RULES.get(axis) for axis in variable.get_metadata("axes")))
+
+    return jax.tree.map(spec, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+
+
+def check_divides(config: DecoderConfig, shards: int, name: str) -> None:
+    """Raises InputError where a model cannot be split into `shards` parts."""
+    for key, size in (
+        ("num_key_value_heads", config.num_kv_heads),
+        ("intermediate_size", config.intermediate_size),
+    ):
+        if size % shards:
+            raise InputError(f"{name}: '{key}' is {size}, which {shards} shards do not divide")
+
+
+def state_specs(state):
+    """PartitionSpecs of a DecodeState: rows over data, the caches' head axis over model."""
+
+    def spec(path, leaf) -> P:
+        in_cache = any("cache" in getattr(key, "name", "") for key in path)
+        return P(DATA, MODEL) if in_cache else P(DATA)
+
+    return jax.tree_util.tree_map_with_path(spec, state)
+
+
+def over_mesh(function: Callable, mesh: Mesh | None, in_specs, out_specs) -> Callable:
+    """`function` over local shards of the mesh, or unchanged without one."""
+    if mesh is None:
+        return function
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
+
+
+def place(mesh: Mesh | None, spec: P):
+    """The sharding of one array, or None without a mesh."""
+    return None if mesh is None else NamedSharding(mesh, spec)

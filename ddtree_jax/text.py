@@ -1,0 +1,73 @@
+"""Between text and token ids: tokenizer, chat template, and streamed text that never breaks."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ddtree_jax.errors import InputError
+
+REPLACEMENT = "\ufffd"  # what a tokenizer shows for bytes that are not (yet) a character
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a checkpoint folder (transformers, without torch)."""
+    import logging
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # no advice about missing torch
+    from transformers import AutoTokenizer
+
+    if not (folder / "tokenizer.json").exists() and not (folder / "tokenizer_config.json").exists():
+        raise InputError(
+            f"{folder}: has no tokenizer.json; use --prompt-ids to decode token ids without one"
+        )
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{folder}: its tokenizer cannot be loaded ({error})") from None
+
+
+def encode_chat(
+    tokenizer: Any, messages: Sequence[dict[str, str]], *, thinking: bool | None = None
+) -> list[int]:
+    """Token ids of a conversation with the generation prompt, through the model's template.
+
+    `thinking` is handed to templates that know `enable_thinking`; None leaves their default.
+    """
+    if tokenizer.chat_template is None:
+        raise InputError("the tokenizer has no chat template; use --raw")
+    extra = {} if thinking is None else {"enable_thinking": thinking}
+    return tokenizer.apply_chat_template(
+        list(messages), add_generation_prompt=True, tokenize=True, return_dict=False, **extra
+    )
+
+
+def encode_raw(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of plain text."""
+    return tokenizer.encode(text)
+
+
+class StreamDecoder:
+    """Turns tokens into text as they arrive; holds back what may still change.
+
+    Only a suffix is decoded each time. A tokenizer may join neighbouring tokens (spaces, bytes of
+    one character), so the last piece already shown stays in the window as context.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._context = 0  # where the window begins
+        self._shown = 0  # tokens whose text has been returned
+
+    def _decode(self, begin: int, end: int) -> str:
+        return self._tokenizer.decode(self._ids[begin:end], skip_special_tokens=True)
+
+    def push(self, tokens: Sequence[int], *, final: bool = False) -> str:
+        """The new text; `final` also releases an incomplete character."""
+        self._ids.extend(tokens)
+        before = self._decode(self._context, self._shown)
+        window = self._decode(self._context, len(self._ids))
+        if not final and window.endswith(REPLACEMENT):
+            return ""
+        self._context, self._shown = self._shown, len(self._ids)
+        return window[len(before) :]

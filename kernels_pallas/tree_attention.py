@@ -1,0 +1,65 @@
+"""Softmax attention of tree nodes over two sources: a committed prefix, and rows beside it."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+MASKED = -1e30  # finite, so that a row without any key gives zeros and not NaN
+
+
+def tree_attention(
+    q_bnkgh: jax.Array,
+    k_bksh: jax.Array,
+    v_bksh: jax.Array,
+    k_bmkh: jax.Array,
+    v_bmkh: jax.Array,
+    mask_bnm: jax.Array,
+    lower_bn: jax.Array,
+    length_b: jax.Array,
+) -> jax.Array:
+    """Attention in plain jnp: the reference, and what runs where no kernel does.
+
+    Args:
+      q_bnkgh: queries of n rows, g heads for each of k KV heads, head dim h.
+      k_bksh, v_bksh: the cache: s slots, of which [0, length_b) are committed.
+      k_bmkh, v_bmkh: K/V of the m rows beside the cache (nodes, or a drafter's newest context and
+        block).
+      mask_bnm: whether query row n sees row m.
+      lower_bn: the first cache slot that query row n sees (sliding windows; else 0).
+      length_b: committed slots of each batch row.
+
+    Returns:
+      [b, n, k, g, h] in q's dtype. Scores and softmax are float32; a query that sees nothing is 0.
+    """
+    b, n, k, g, h = q_bnkgh.shape
+    s = k_bksh.shape[2]
+    precision = lax.Precision.HIGHEST if q_bnkgh.dtype == jnp.float32 else None
+    # Fold the query group into rows: [b, k, n * g, h].
+    q = q_bnkgh.transpose(0, 2, 1, 3, 4).reshape(b, k, n * g, h)
+
+    def scores(keys: jax.Array, spec: str) -> jax.Array:
+        return jnp.einsum(
+            spec, q, keys, precision=precision, preferred_element_type=jnp.float32
+        ) * (h**-0.5)
+
+    slot = jnp.arange(s)
+    seen_bns = (slot < length_b[:, None, None]) & (slot >= lower_bn[:, :, None])
+    seen = jnp.concatenate([seen_bns, mask_bnm], axis=-1)
+    seen = jnp.repeat(seen, g, axis=1)[:, None]
+    logits = jnp.concatenate(
+        [scores(k_bksh, "bkrh,bksh->bkrs"), scores(k_bmkh, "bkrh,bmkh->bkrm")], axis=-1
+    )
+    logits = jnp.where(seen, logits, MASKED)
+    weights = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
+    weights = jnp.where(seen, weights, 0.0)
+    total = weights.sum(axis=-1, keepdims=True)
+    weights = (weights / jnp.where(total == 0.0, 1.0, total)).astype(q.dtype)
+
+    def mix(part: jax.Array, values: jax.Array, spec: str) -> jax.Array:
+        return jnp.einsum(
+            spec, part, values, precision=precision, preferred_element_type=jnp.float32
+        )
+
+    o = mix(weights[..., :s], v_bksh, "bkrs,bksh->bkrh")
+    o = o + mix(weights[..., s:], v_bmkh, "bkrm,bmkh->bkrh")
+    return o.astype(q.dtype).reshape(b, k, n, g, h).transpose(0, 2, 1, 3, 4)

