@@ -125,7 +125,7 @@ def _inspect(args: argparse.Namespace) -> None:
     table.add_row(f"  cache, {memory.max_length} positions", f"{memory.cache / report.GIB:.2f} GiB")
     table.add_row("  total", f"{memory.total / report.GIB:.2f} GiB")
     for card in report.CARDS_GB:
-        table.add_row(f"  fits {card} GB", "yes" if memory.fits(card) else "no")
+        table.add_row(f"  fits {card} GB (10 % kept free)", "yes" if memory.fits(card) else "no")
     console = Console()
     console.print(table)
     for warning in report.warnings(source, args.tp, args.max_length):

@@ -182,6 +182,8 @@ def _orbax():
     context = ocp.Context()
     # Trained weights hardly compress (25 %), and reading them raw is three times faster.
     context.array.saving.use_compression = False
+    # Saving blocks until it is done, so Orbax needs no copy of its own of the whole model.
+    context.memory.deepcopy_host_arrays = False
     return ocp, context
 
 

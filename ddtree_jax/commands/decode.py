@@ -183,23 +183,10 @@ class _Session:
         self.runs: list[Run] = []
 
     def _ids(self, conversation: Conversation, answers: list[str]) -> list[int]:
-        if conversation.ids is not None:
-            return list(conversation.ids)
-        if self.args.raw:
-            history = [
-                part for pair in zip(conversation.turns, answers, strict=False) for part in pair
-            ]
-            return text.encode_raw(
-                self.engine.tokenizer, "".join([*history, conversation.turns[len(answers)]])
-            )
-        messages = []
-        if self.args.system is not None:
-            messages.append({"role": "system", "content": self.args.system})
-        for turn, answer in zip(conversation.turns, [*answers, None], strict=False):
-            messages.append({"role": "user", "content": turn})
-            if answer is not None:
-                messages.append({"role": "assistant", "content": answer})
-        return text.encode_chat(self.engine.tokenizer, messages, thinking=self.args.thinking)
+        args = self.args
+        return conversation.encode(
+            self.engine.tokenizer, answers, raw=args.raw, system=args.system, thinking=args.thinking
+        )
 
     def warm_up(self, options: Options) -> None:
         """Compiles and runs a few rounds, so that no measured run pays for it."""
@@ -214,12 +201,11 @@ class _Session:
         """All conversations in one mode; `show` prints the text on stdout."""
         answers: list[list[str]] = [[] for _ in self.conversations]
         done: list[Run] = []
-        turns = max(max(len(conversation.turns), 1) for conversation in self.conversations)
-        for turn in range(turns):
+        for turn in range(max(len(conversation) for conversation in self.conversations)):
             members = [
                 index
                 for index, conversation in enumerate(self.conversations)
-                if turn < max(len(conversation.turns), 1)
+                if turn < len(conversation)
             ]
             ids = [self._ids(self.conversations[index], answers[index]) for index in members]
             self.engine.check(ids, options)
@@ -266,7 +252,7 @@ class _Session:
         return [runs[place] for place in range(len(members))]
 
     def _header(self, index: int, turn: int) -> None:
-        if len(self.conversations) > 1 or len(self.conversations[0].turns) > 1:
+        if len(self.conversations) > 1 or len(self.conversations[0]) > 1:
             print(f"--- prompt {index}" + (f", turn {turn}" if turn else ""), flush=True)
 
 

@@ -4,7 +4,9 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from ddtree_jax import text
 from ddtree_jax.errors import InputError
 
 
@@ -14,6 +16,32 @@ class Conversation:
 
     turns: tuple[str, ...] = ()
     ids: tuple[int, ...] | None = None
+
+    def __len__(self) -> int:
+        return 1 if self.ids is not None else len(self.turns)
+
+    def encode(
+        self,
+        tokenizer: Any,
+        answers: Sequence[str],
+        *,
+        raw: bool = False,
+        system: str | None = None,
+        thinking: bool | None = None,
+    ) -> list[int]:
+        """Token ids of the turn that follows the `answers` given so far."""
+        if self.ids is not None:
+            return list(self.ids)
+        turns = self.turns[: len(answers) + 1]
+        if raw:
+            parts = [part for pair in zip(turns, [*answers, ""], strict=True) for part in pair]
+            return text.encode_raw(tokenizer, "".join(parts))
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        for turn, answer in zip(turns, [*answers, None], strict=True):
+            messages.append({"role": "user", "content": turn})
+            if answer is not None:
+                messages.append({"role": "assistant", "content": answer})
+        return text.encode_chat(tokenizer, messages, thinking=thinking)
 
 
 def _read(path: str) -> str:
