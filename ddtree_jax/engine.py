@@ -148,6 +148,8 @@ class Engine:
         self.batch_size, self.mesh = batch_size, mesh
         self.max_length = max_length or target.max_position
         self.prefill_chunk = prefill_chunk or default_prefill_chunk()
+        # Prompts prefilled together: few calls for a wide batch, no idle rows in a narrow one.
+        self.prefill_rows = max(1, batch_size // 16)
         axis = None if mesh is None else sharding.MODEL
         abstract = nnx.eval_shape(lambda: Models(target, drafter, axis=axis, rngs=nnx.Rngs(0)))
         self._graphdef, state = nnx.split(abstract)
@@ -230,19 +232,22 @@ class Engine:
             self._programs[key] = self._workers.submit(build)
         return self._programs[key]
 
-    def _prompt_program(self, key: tuple, function: Callable, slots: int, drafting: bool) -> Future:
-        """A program over one chunk of one row's tokens."""
-        tokens = jax.ShapeDtypeStruct((1, self.prefill_chunk), jnp.int32)
-        count = jax.ShapeDtypeStruct((1,), jnp.int32)
+    def _prompt_program(
+        self, key: tuple, function: Callable, slots: int, drafting: bool, *extra
+    ) -> Future:
+        """A program over one chunk of tokens of a group of rows."""
+        rows = self.prefill_rows
+        tokens = jax.ShapeDtypeStruct((rows, self.prefill_chunk), jnp.int32)
+        count = jax.ShapeDtypeStruct((rows,), jnp.int32)
+        shape = self._state_shape(rows, slots, drafting)
         return self._program(
-            key,
-            lambda: self._compile(function, self._state_shape(1, slots, drafting), tokens, count),
+            (*key, slots, drafting), lambda: self._compile(function, shape, tokens, count, *extra)
         )
 
-    def _prefill_program(self, slots: int, drafting: bool, last: bool, sampled: bool) -> Future:
-        function = functools.partial(rounds.prefill_chunk, last=last, sampled=sampled)
-        key = ("prefill", slots, drafting, last, sampled)
-        return self._prompt_program(key, function, slots, drafting)
+    def _prefill_program(self, slots: int, drafting: bool, sampled: bool) -> Future:
+        function = functools.partial(rounds.prefill_chunk, sampled=sampled)
+        last = jax.ShapeDtypeStruct((self.prefill_rows,), jnp.bool_)
+        return self._prompt_program(("prefill", sampled), function, slots, drafting, last)
 
     def _round_program(self, options: Options, slots: int, sampled: bool) -> Future:
         drafting = options.mode != "ar"
@@ -268,29 +273,37 @@ class Engine:
     def _insert_program(self, slots: int, drafting: bool) -> Future:
         def build():
             state = self._state_shape(self.batch_size, slots, drafting)
-            row = self._state_shape(1, slots, drafting)
-            slot = jax.ShapeDtypeStruct((), jnp.int32)
-            return jax.jit(rounds.insert, donate_argnums=0).lower(state, row, slot).compile()
+            rows = self._state_shape(self.prefill_rows, slots, drafting)
+            where = jax.ShapeDtypeStruct((self.prefill_rows,), jnp.int32)
+            return jax.jit(rounds.insert, donate_argnums=0).lower(state, rows, where).compile()
 
         return self._program(("insert", slots, drafting), build)
+
+    def _programs_of(self, options: Options, slots: int, sampled: bool) -> list[Future]:
+        """What a request needs: prefill, insertion into a batch, and last the round."""
+        drafting = options.mode != "ar"
+        programs = [self._prefill_program(slots, drafting, sampled)]
+        if self.batch_size > 1:
+            programs.append(self._insert_program(slots, drafting))
+        return [*programs, self._round_program(options, slots, sampled)]
 
     def prepare(self, options: Options, prompt_tokens: int) -> None:
         """Starts compiling what a request of this size needs, without waiting for the weights."""
         slots = self._slots(prompt_tokens, options)
-        sampled, drafting = options.temperature > 0, options.mode != "ar"
-        self._prefill_program(slots, drafting, True, sampled)
-        self._round_program(options, slots, sampled)
+        self._programs_of(options, slots, options.temperature > 0)
 
     # Requests.
 
     def _slots(self, prompt_tokens: int, options: Options) -> int:
         return bucket(min(prompt_tokens + options.max_new_tokens, self.max_length))
 
-    def check(self, prompts: Sequence[Sequence[int]], options: Options) -> None:
+    def check(self, prompts: Sequence[Sequence[int]], options: Sequence[Options]) -> None:
         """Raises InputError for what cannot be decoded."""
-        if options.mode != "ar" and self.drafter is None:
-            raise InputError(f"mode {options.mode} needs a drafter; only mode ar works without one")
-        for index, prompt in enumerate(prompts):
+        if len({(each.mode, each.tree_budget, each.chain_seed) for each in options}) > 1:
+            raise InputError("requests of one batch differ in mode, tree budget or chain seed")
+        for index, (prompt, each) in enumerate(zip(prompts, options, strict=True)):
+            if each.mode != "ar" and self.drafter is None:
+                raise InputError(f"mode {each.mode} needs a drafter; only mode ar works without")
             if not prompt:
                 raise InputError(f"prompt {index} is empty; expected at least one token")
             if len(prompt) >= self.max_length:
@@ -302,8 +315,13 @@ class Engine:
                 raise InputError(
                     f"prompt {index} holds a token id outside 0..{self.target.vocab_size - 1}"
                 )
-        if options.stop_ids is not None and len(options.stop_ids) > STOP_SLOTS:
-            raise InputError(f"{len(options.stop_ids)} stop ids; expected at most {STOP_SLOTS}")
+            if len(self.stop_ids(each)) > STOP_SLOTS:
+                raise InputError(
+                    f"{len(self.stop_ids(each))} stop ids; expected up to {STOP_SLOTS}"
+                )
+
+    def stop_ids(self, options: Options) -> tuple[int, ...]:
+        return self.target.stop_ids if options.stop_ids is None else options.stop_ids
 
     def _fresh(self, batch: int, slots: int, drafting: bool) -> DecodeState:
         shape = self._state_shape(batch, slots, drafting)
@@ -317,142 +335,69 @@ class Engine:
         )
         return dataclasses.replace(state, done=jnp.ones_like(state.done))
 
-    def _prefill(
-        self, row: DecodeState, prompt: Sequence[int], seed: int, options: Options, slots: int
-    ) -> tuple[DecodeState, Emitted]:
-        """Runs a prompt through an idle row; the row's buffers are consumed."""
-        drafting, sampled = options.mode != "ar", options.temperature > 0
-        stop_ids = self.target.stop_ids if options.stop_ids is None else options.stop_ids
-        stops = np.full((1, STOP_SLOTS), -1, np.int32)
-        stops[0, : len(stop_ids)] = stop_ids
-        limit = min(options.max_new_tokens, self.max_length - len(prompt))
-        zero = np.zeros((1,), np.int32)
-        row = dataclasses.replace(
-            row,
+    def _chunks(
+        self, prompts: Sequence[Sequence[int]]
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Prompts of one group of rows as (tokens [rows, chunk], count [rows], last [rows])."""
+        rows, size = self.prefill_rows, self.prefill_chunk
+        for start in range(0, max(len(prompt) for prompt in prompts), size):
+            tokens, count = np.zeros((rows, size), np.int32), np.zeros((rows,), np.int32)
+            last = np.zeros((rows,), bool)
+            for row, prompt in enumerate(prompts):
+                part = prompt[start : start + size]
+                tokens[row, : len(part)] = part
+                count[row] = len(part)
+                last[row] = bool(part) and start + len(part) == len(prompt)
+            yield tokens, count, last
+
+    def _reset(
+        self, state: DecodeState, prompts: Sequence[Sequence[int]], options: Sequence[Options]
+    ) -> DecodeState:
+        """A group of rows with nothing committed and new requests; its buffers are reused."""
+        rows = self.prefill_rows
+        used = len(prompts)
+        idle = rows - used
+
+        def column(values: list, dtype) -> np.ndarray:
+            return np.array(values + [0] * idle, dtype)
+
+        stops = np.full((rows, STOP_SLOTS), -1, np.int32)
+        for row, each in enumerate(options):
+            stops[row, : len(self.stop_ids(each))] = self.stop_ids(each)
+        limits = [
+            min(each.max_new_tokens, self.max_length - len(prompt))
+            for prompt, each in zip(prompts, options, strict=True)
+        ]
+        zero = column([0] * used, np.int32)
+        return dataclasses.replace(
+            state,
             length=zero,
             emitted=zero,
-            done=np.zeros((1,), bool),
+            feature_count=None if state.feature_count is None else zero,
+            done=np.arange(rows) >= used,
             request=rounds.Request(
-                limit=np.array([limit], np.int32),
+                limit=column(limits, np.int32),
                 stop_ids=stops,
-                temperature=np.array([options.temperature], np.float32),
-                seed=np.array([seed], np.uint32),
-                sample=np.zeros((1,), np.uint32),
+                temperature=column([each.temperature for each in options], np.float32),
+                seed=column([each.seed for each in options], np.uint32),
+                sample=zero.astype(np.uint32),
             ),
         )
-        if drafting:
-            row = dataclasses.replace(row, feature_count=zero)
-        last = self._prefill_program(slots, drafting, True, sampled)
-        return self._feed(row, prompt, slots, drafting, last)
-
-    def _feed(
-        self, row: DecodeState, ids: Sequence[int], slots: int, drafting: bool, last: Future
-    ) -> tuple[DecodeState, Any]:
-        """Commits tokens chunk by chunk; the program `last` takes the final chunk."""
-        leaves = self._leaves.result()
-        for start in range(0, len(ids), self.prefill_chunk):
-            part = ids[start : start + self.prefill_chunk]
-            final = start + len(part) == len(ids)
-            tokens = np.zeros((1, self.prefill_chunk), np.int32)
-            tokens[0, : len(part)] = part
-            program = last if final else self._prefill_program(slots, drafting, False, False)
-            row, result = program.result()(leaves, row, tokens, np.array([len(part)], np.int32))
-        return row, result
 
     def run(
-        self,
-        prompts: Sequence[Sequence[int]],
-        options: Options,
-        seeds: Sequence[int] | None = None,
+        self, prompts: Sequence[Sequence[int]], options: Options | Sequence[Options]
     ) -> Iterator[tuple[Event, Generation]]:
         """Decodes token-id prompts, as many at a time as there are rows; yields tokens as known.
 
-        `seeds` gives each prompt its own noise; by default all use the seed of the options.
-
-        The host dispatches ahead of the device and reads results late. A row that finishes takes
-        the next prompt.
+        Args:
+          prompts: token ids.
+          options: one for all prompts, or one each (of the same mode, budget and chain seed).
         """
+        if isinstance(options, Options):
+            options = [options] * len(prompts)
         self.check(prompts, options)
-        if not prompts:
-            return
-        budget = options.tree_budget or default_budget()
-        results = [
-            Generation(list(prompt), options.mode, budget if options.mode == "ddtree" else None)
-            for prompt in prompts
-        ]
-        slots = max(self._slots(len(prompt), options) for prompt in prompts)
-        drafting, sampled = options.mode != "ar", options.temperature > 0
-        # Compile everything and wait for the weights first: no clock below measures that.
-        programs = [self._prefill_program(slots, drafting, True, sampled)]
-        if any(len(prompt) > self.prefill_chunk for prompt in prompts):
-            programs.append(self._prefill_program(slots, drafting, False, False))
-        if self.batch_size > 1:
-            programs.append(self._insert_program(slots, drafting))
-        programs.append(self._round_program(options, slots, sampled))
-        run_round = [program.result() for program in programs][-1]
-        leaves = self._leaves.result()
-        state = self._fresh(self.batch_size, slots, drafting)
-        spare = self._fresh(1, slots, drafting) if self.batch_size > 1 else None
-        waiting = collections.deque(range(len(prompts)))
-        owners: list[int | None] = [None] * self.batch_size
-        started = [0.0] * len(prompts)
-        first = [0.0] * len(prompts)
-        # Results on their way: (emitted, rows' owners, whether from prefill).
-        flying: collections.deque[tuple[Emitted, list[int | None], bool]] = collections.deque()
-        # On a CPU the "device" is the host's own cores: a round too many delays the next request.
-        run_ahead = 0 if jax.default_backend() == "cpu" else 1
-
-        def prefill(row: DecodeState, index: int) -> tuple[DecodeState, Emitted]:
-            seed = options.seed if seeds is None else seeds[index]
-            return self._prefill(row, prompts[index], seed, options, slots)
-
-        def settle() -> Iterator[tuple[Event, Generation]]:
-            emitted, rows, from_prefill = flying.popleft()
-            emitted = jax.device_get(emitted)
-            now = time.perf_counter()
-            for row, index in enumerate(rows):
-                if index is None or (not from_prefill and not emitted.count[row]):
-                    continue
-                result = results[index]
-                tokens = emitted.tokens[row, : emitted.count[row]].tolist()
-                result.output_ids.extend(tokens)
-                if from_prefill:
-                    first[index] = now
-                    result.time_to_first_token_s = now - started[index]
-                else:
-                    result.accept_lengths.append(len(tokens))
-                    result.decode_s = now - first[index]
-                done = bool(emitted.done[row])
-                if done:
-                    stops = self.target.stop_ids if options.stop_ids is None else options.stop_ids
-                    result.finish_reason = "stop" if tokens[-1] in stops else "length"
-                    owners[owners.index(index)] = None
-                yield Event(index, tokens, done, from_prefill), result
-
-        while waiting or flying or any(owner is not None for owner in owners):
-            for row, owner in enumerate(owners):
-                if owner is None and waiting:
-                    index = waiting.popleft()
-                    started[index] = time.perf_counter()
-                    owners[row] = index
-                    if spare is None:
-                        state, emitted = prefill(state, index)
-                    else:
-                        spare, emitted = prefill(spare, index)
-                        insert = self._insert_program(slots, drafting).result()
-                        state = insert(state, spare, np.int32(row))
-                    flying.append((emitted, [index], True))
-                    if spare is None:  # nothing else runs: show the first token before the rounds
-                        yield from settle()
-            if any(owner is not None for owner in owners):
-                state, emitted = run_round(leaves, state)
-                flying.append((emitted, list(owners), False))
-            while flying and (
-                len(flying) > run_ahead
-                or flying[0][2]
-                or not any(owner is not None for owner in owners)
-            ):
-                yield from settle()
+        if prompts:
+            yield from _Run(self, prompts, options).events()
 
     def top2_gap(self, ids: Sequence[int]) -> float:
         """The difference of the target's two largest logits after these tokens.
@@ -460,16 +405,24 @@ class Engine:
         It tells a near-tie, which rounding may turn either way, from a fault.
         """
         slots = bucket(len(ids))
-        program = self._prompt_program(("top2_gap", slots), rounds.top2_gap, slots, False)
-        _, gap = self._feed(self._fresh(1, slots, False), ids, slots, False, program)
-        return float(gap[0])
+        state = self._reset(self._fresh(self.prefill_rows, slots, False), [ids], [Options()])
+        leaves = self._leaves.result()
+        for tokens, count, last in self._chunks([ids]):
+            if last[0]:
+                probe = self._prompt_program(("top2_gap",), rounds.top2_gap, slots, False)
+                return float(probe.result()(leaves, state, tokens, count)[1][0])
+            prefill = self._prefill_program(slots, False, False).result()
+            state, _ = prefill(leaves, state, tokens, count, last)
+        raise ValueError("no tokens")
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], options: Options | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        options: Options | Sequence[Options] = Options(),
     ) -> list[Generation]:
-        """Decodes token-id prompts to the end, in order."""
+        """Decodes token-id prompts to the end, in order; arguments as for `run`."""
         results: dict[int, Generation] = {}
-        for event, result in self.run(prompts, options or Options()):
+        for event, result in self.run(prompts, options):
             results[event.index] = result
         return [self.with_text(results[index]) for index in range(len(prompts))]
 
@@ -478,3 +431,104 @@ class Engine:
         if self.tokenizer is not None:
             result.text = self.tokenizer.decode(result.output_ids, skip_special_tokens=True)
         return result
+
+
+class _Run:
+    """One call of `Engine.run`: which row serves which prompt, and results on their way.
+
+    The host dispatches ahead of the device and reads results late. Rows that have finished take
+    the next prompts, a group at a time.
+    """
+
+    def __init__(
+        self, engine: Engine, prompts: Sequence[Sequence[int]], options: Sequence[Options]
+    ):
+        self.engine, self.prompts, self.options = engine, prompts, options
+        mode, budget = options[0].mode, options[0].tree_budget or default_budget()
+        self.results = [
+            Generation(list(prompt), mode, budget if mode == "ddtree" else None)
+            for prompt in prompts
+        ]
+        slots = max(
+            engine._slots(len(prompt), each) for prompt, each in zip(prompts, options, strict=True)
+        )
+        drafting = mode != "ar"
+        sampled = any(each.temperature > 0 for each in options)
+        # Compile everything and wait for the weights first: no clock below measures that.
+        programs = [p.result() for p in engine._programs_of(options[0], slots, sampled)]
+        self.prefill, self.round = programs[0], programs[-1]
+        self.insert = programs[1] if len(programs) == 3 else None
+        self.leaves = engine._leaves.result()
+        self.state = engine._fresh(engine.batch_size, slots, drafting)
+        self.group = engine._fresh(engine.prefill_rows, slots, drafting) if self.insert else None
+        self.waiting = collections.deque(range(len(prompts)))
+        self.owners: list[int | None] = [None] * engine.batch_size
+        self.flying: collections.deque[tuple[Emitted, list[int | None], bool]] = collections.deque()
+        self.started = [0.0] * len(prompts)
+        self.first = [0.0] * len(prompts)
+        # On a CPU the "device" is the host's own cores: a round too many delays the next request.
+        self.run_ahead = 0 if jax.default_backend() == "cpu" else 1
+
+    def events(self) -> Iterator[tuple[Event, Generation]]:
+        while self.waiting or self.flying or self._busy():
+            yield from self._admit()
+            if self._busy():
+                self.state, emitted = self.round(self.leaves, self.state)
+                self.flying.append((emitted, list(self.owners), False))
+            yield from self._settle(self.run_ahead if self._busy() else 0)
+
+    def _busy(self) -> bool:
+        return any(owner is not None for owner in self.owners)
+
+    def _admit(self) -> Iterator[tuple[Event, Generation]]:
+        """Prefills waiting prompts into free rows, whole groups while other rows are busy."""
+        size = self.engine.prefill_rows
+        while self.waiting:
+            free = [row for row, owner in enumerate(self.owners) if owner is None]
+            if not free or (len(free) < min(size, len(self.waiting)) and self._busy()):
+                return
+            rows = free[: min(size, len(self.waiting))]
+            members = [self.waiting.popleft() for _ in rows]
+            now = time.perf_counter()
+            for row, index in zip(rows, members, strict=True):
+                self.owners[row], self.started[index] = index, now
+            prompts = [self.prompts[index] for index in members]
+            target = self.state if self.group is None else self.group
+            group = self.engine._reset(target, prompts, [self.options[i] for i in members])
+            for tokens, count, last in self.engine._chunks(prompts):
+                group, emitted = self.prefill(self.leaves, group, tokens, count, last)
+                owners = [i if ends else None for i, ends in zip(members, last, strict=False)]
+                self.flying.append((emitted, owners, True))
+            if self.group is None:
+                self.state = group
+            else:
+                self.group = group
+                where = np.full((size,), len(self.owners), np.int32)
+                where[: len(rows)] = rows
+                self.state = self.insert(self.state, group, where)
+            yield from self._settle(self.run_ahead)
+
+    def _settle(self, keep: int) -> Iterator[tuple[Event, Generation]]:
+        """Reads the oldest results until only `keep` are on their way."""
+        while len(self.flying) > keep:
+            emitted, owners, from_prefill = self.flying.popleft()
+            emitted = jax.device_get(emitted)
+            now = time.perf_counter()
+            for row, index in enumerate(owners):
+                if index is None or not emitted.count[row]:
+                    continue
+                result = self.results[index]
+                tokens = emitted.tokens[row, : emitted.count[row]].tolist()
+                result.output_ids.extend(tokens)
+                if from_prefill:
+                    self.first[index] = now
+                    result.time_to_first_token_s = now - self.started[index]
+                else:
+                    result.accept_lengths.append(len(tokens))
+                    result.decode_s = now - self.first[index]
+                done = bool(emitted.done[row])
+                if done:
+                    stops = self.engine.stop_ids(self.options[index])
+                    result.finish_reason = "stop" if tokens[-1] in stops else "length"
+                    self.owners[self.owners.index(index)] = None
+                yield Event(index, tokens, done, from_prefill), result

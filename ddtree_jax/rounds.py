@@ -121,21 +121,20 @@ def empty_state(
     )
 
 
-def insert(state: DecodeState, row: DecodeState, slot: jax.Array) -> DecodeState:
-    """Puts a prefilled state of batch 1 into row `slot` of a batch."""
-    return jax.tree.map(
-        lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, slot, axis=0),
-        state,
-        row,
-    )
+def insert(state: DecodeState, rows: DecodeState, slots: jax.Array) -> DecodeState:
+    """Puts prefilled rows into the batch; slots int32 [rows], past the batch's end for none."""
+    return jax.tree.map(lambda whole, part: whole.at[slots].set(part, mode="drop"), state, rows)
 
 
-def _choose(models, state, hidden_bnd, tree: Tree, max_depth: int, sampled: bool) -> jax.Array:
+def _choose(
+    models: Models, state: DecodeState, hidden_bnd, depths_bn, length_b, max_depth: int, sampled
+) -> jax.Array:
+    """The target's choice after each node; a node's position is length_b + depth."""
     request = state.request
     return sampling.choose(
         models.target.logits(hidden_bnd),
-        tree.depths,
-        state.length,
+        depths_bn,
+        length_b,
         max_depth,
         temperature_b=request.temperature,
         seed_b=request.seed,
@@ -178,11 +177,11 @@ def prefill_chunk(
     state: DecodeState,
     tokens_bn: jax.Array,
     count_b: jax.Array,
+    last_b: jax.Array,
     *,
-    last: bool,
     sampled: bool,
-) -> tuple[DecodeState, Emitted | None]:
-    """Commits the next `count_b` prompt tokens; the last chunk also chooses the first token.
+) -> tuple[DecodeState, Emitted]:
+    """Commits the next `count_b` prompt tokens; rows at their last chunk emit the first token.
 
     The features of every prompt token enter the drafter's context, whatever the chunk size.
     """
@@ -192,18 +191,17 @@ def prefill_chunk(
     if draft_cache is not None:
         _, draft_pending = models.drafter(draft_cache, state.length, features, count_b, None)
         draft_cache = caches.commit(draft_cache, draft_pending, state.length, count_b)
-    emitted = None
-    if last:
-        index = jnp.maximum(count_b - 1, 0)[:, None]
-        row = jnp.take_along_axis(hidden, index[:, :, None], axis=1)
-        node = Tree(*(None,) * 2, depths=index, ancestors=None, valid=None)
-        choice = _choose(models, state, row, node, tokens_bn.shape[1] - 1, sampled)
-        state, emitted = _emit(state, choice, jnp.ones_like(count_b))
+    end = jnp.maximum(count_b - 1, 0)[:, None]
+    row = jnp.take_along_axis(hidden, end[:, :, None], axis=1)
+    length = state.length
+    # The last token's node is the root of a tree of its own, so its noise is found at depth 0.
+    choice = _choose(models, state, row, jnp.zeros_like(end), length + end[:, 0], 0, sampled)
+    state, emitted = _emit(state, choice, last_b.astype(jnp.int32))
     return dataclasses.replace(
         state,
-        cache=caches.commit(state.cache, pending, state.length, count_b),
+        cache=caches.commit(state.cache, pending, length, count_b),
         draft_cache=draft_cache,
-        length=state.length + count_b,
+        length=length + count_b,
     ), emitted
 
 
@@ -238,7 +236,7 @@ def _verify_and_commit(
     """Verifies a tree, emits the accepted path and the next bonus token, commits the path."""
     hidden, features, pending = _verify(models, state, tree)
     with jax.named_scope("accept"):
-        choice = _choose(models, state, hidden, tree, max_path - 1, sampled)
+        choice = _choose(models, state, hidden, tree.depths, state.length, max_path - 1, sampled)
         path, count = trees.accept(tree, choice, max_path)
         # Worked example: path [0, 4, 9, 0, ...] of count 3 emits the tokens of nodes 4 and 9, then
         # the choice at node 9. Each is the choice at the node before it, so: choice[path].

@@ -208,7 +208,6 @@ class _Session:
                 if turn < len(conversation)
             ]
             ids = [self._ids(self.conversations[index], answers[index]) for index in members]
-            self.engine.check(ids, options)
             runs = self._decode_turn(members, turn, ids, options, show=show)
             for index, run in zip(members, runs, strict=True):
                 answers[index].append(run.generation.text or "")

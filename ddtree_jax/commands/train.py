@@ -1,6 +1,7 @@
 """scripts/train_drafter.py: answers by the target, training, export; each step can be repeated."""
 
 import dataclasses
+import itertools
 import json
 import random
 import sys
@@ -121,30 +122,27 @@ def _generate(args, console: Console) -> None:
         random.Random(args.seed).shuffle(texts)
     ids = [api.encode(engine, text) for text in texts]
     ids = [prompt for prompt in ids if len(prompt) <= 384]
-    done_before = len(list(folder.glob("answers-*.npz")))
-    total = 0
-    for number in range(done_before, -(-len(ids) // CHUNK)):
-        part = ids[number * CHUNK : (number + 1) * CHUNK]
-        cut = int(len(part) * args.sampled)
-        pairs = []
-        started = time.monotonic()
-        for temperature, members in ((0.7, part[:cut]), (0.0, part[cut:])):
-            for generation in data.answer(
-                engine,
-                members,
-                temperature=temperature,
-                seed=args.seed + number,
-                max_new_tokens=args.max_new_tokens,
-            ):
-                pairs.append((generation.prompt_ids, generation.output_ids))
-        documents = data.Documents.of(pairs)
+    done = sorted(folder.glob("answers-*.npz"))
+    ids = ids[sum(len(data.Documents.load([path])) for path in done) :]
+    hot = random.Random(args.seed + len(done))
+    temperatures = [0.7 if hot.random() < args.sampled else 0.0 for _ in ids]
+    answers = data.answer(
+        engine,
+        ids,
+        temperatures=temperatures,
+        seed=args.seed + len(done),
+        max_new_tokens=args.max_new_tokens,
+    )
+    number, total, started = len(done), 0, time.monotonic()
+    for part in itertools.batched(answers, CHUNK):
+        documents = data.Documents.of((each.prompt_ids, each.output_ids) for each in part)
         documents.save(folder / f"answers-{number:04d}.npz")
         total += documents.answer_tokens
-        rate = documents.answer_tokens / (time.monotonic() - started)
         console.print(
-            f"answers-{number:04d}: {len(documents)} answers, {documents.answer_tokens} tokens, "
-            f"{rate:.0f} tokens/s; {total} tokens in all"
+            f"answers-{number:04d}: {len(documents)} answers, {total} tokens so far, "
+            f"{total / (time.monotonic() - started):.0f} tokens/s"
         )
+        number += 1
         if time.monotonic() > deadline:
             console.print("Time is up; the rest of the prompts is left out.")
             break
@@ -159,7 +157,11 @@ def _synthetic(engine, args, console: Console) -> list[str]:
     prefix = engine.tokenizer.encode(whole[: whole.index(mark)])
     made = set()
     for generation in data.answer(
-        engine, [prefix] * args.synthetic, temperature=1.0, seed=args.seed, max_new_tokens=160
+        engine,
+        [prefix] * args.synthetic,
+        temperatures=[1.0] * args.synthetic,
+        seed=args.seed,
+        max_new_tokens=160,
     ):
         text = engine.with_text(generation).text.strip()
         if generation.finish_reason == "stop" and 15 <= len(text) <= 800:
@@ -172,22 +174,9 @@ def _held_out(paths_: list[Path], length: int, seed: int) -> tuple[data.Rows, da
     """Training rows and held-out rows: one document in fifty, at most 256 rows of them."""
     documents = data.Documents.load(paths_)
     held = np.arange(len(documents)) % 50 == 0
-
-    def choose(mask: np.ndarray) -> data.Documents:
-        return data.Documents.of(
-            (
-                documents.tokens[begin : begin + split].tolist(),
-                documents.tokens[begin + split : end].tolist(),
-            )
-            for begin, end, split, keep in zip(
-                documents.starts, documents.starts[1:], documents.answers, mask, strict=False
-            )
-            if keep
-        )
-
-    held_rows = data.pack(choose(held), length, seed)
+    held_rows = data.pack(documents.select(held), length, seed)
     held_rows = data.Rows(**held_rows.take(np.arange(min(256, len(held_rows)))))
-    return data.pack(choose(~held), length, seed), held_rows
+    return data.pack(documents.select(~held), length, seed), held_rows
 
 
 def _train(args, console: Console) -> None:

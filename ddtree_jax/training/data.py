@@ -43,6 +43,12 @@ class Documents:
             np.array([len(prompt) for prompt, _ in pairs], np.int32),
         )
 
+    def select(self, chosen: np.ndarray) -> "Documents":
+        """The documents where `chosen` [documents] is true."""
+        lengths = np.diff(self.starts)
+        starts = np.concatenate([[0], np.cumsum(lengths[chosen])]).astype(np.int64)
+        return Documents(self.tokens[np.repeat(chosen, lengths)], starts, self.answers[chosen])
+
     def save(self, path: Path) -> None:
         """Writes an .npz; a partial file never carries the final name."""
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,14 +83,21 @@ def answer(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
     *,
-    temperature: float,
+    temperatures: Sequence[float],
     seed: int,
     max_new_tokens: int,
 ) -> Iterator[Generation]:
     """The target's own answers, in the order in which they finish; every prompt its own noise."""
-    options = Options(mode="ar", temperature=temperature, max_new_tokens=max_new_tokens)
-    seeds = [(seed * 1_000_003 + index) % 2**32 for index in range(len(prompts))]
-    for event, generation in engine.run(prompts, options, seeds):
+    options = [
+        Options(
+            mode="ar",
+            temperature=temperature,
+            max_new_tokens=max_new_tokens,
+            seed=(seed * 1_000_003 + index) % 2**32,
+        )
+        for index, temperature in enumerate(temperatures)
+    ]
+    for event, generation in engine.run(prompts, options):
         if event.done:
             yield generation
 
