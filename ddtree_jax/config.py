@@ -269,8 +269,14 @@ _FAMILIES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
 
 def is_drafter(values: Mapping[str, Any]) -> bool:
     """Whether a config.json describes a DFlash drafter rather than a target."""
-    names = values.get("architectures") or [""]
-    return "dflash_config" in values or names[0].startswith("DFlash")
+    return "dflash_config" in values or _architecture(values).startswith("DFlash")
+
+
+def _architecture(values: Mapping[str, Any]) -> str:
+    """The first of 'architectures', or "" where there is none."""
+    names = values.get("architectures")
+    first = names[0] if isinstance(names, list) and names else ""
+    return first if isinstance(first, str) else ""
 
 
 def _refuse_quantised(config: _Reader) -> None:
@@ -295,21 +301,23 @@ def parse_target(
       InputError: an unknown architecture, a missing or bad key, a quantised checkpoint.
     """
     config = _Reader(values, source)
-    names = config.get("architectures", [None])
+    name = _architecture(values)
     if is_drafter(values):
-        raise config.fail("architectures", f"is {names[0]!r}: a DFlash drafter, not a target")
-    if not isinstance(names, list) or not names or names[0] not in _FAMILIES:
-        known = ", ".join(_FAMILIES)
-        got = names[0] if isinstance(names, list) and names else names
+        raise config.fail("architectures", f"is {name!r}: a DFlash drafter, not a target")
+    if name not in _FAMILIES:
+        known = " or ".join(_FAMILIES)
+        got = values.get("architectures")
         raise config.fail("architectures", f"is {got!r}, which is not supported; expected {known}")
     _refuse_quantised(config)
     if config.flag("mlp_bias", False):
         raise config.fail("mlp_bias", "is true, which is not supported")
-    family = _FAMILIES[names[0]]
+    family = _FAMILIES[name]
     fields = _decoder_fields(config, default_theta=10000.0)
     stops = (generation or {}).get("eos_token_id")
     stops = config.get("eos_token_id") if stops is None else stops
     stops = [] if stops is None else stops if isinstance(stops, list) else [stops]
+    if any(type(stop) is not int for stop in stops):
+        raise config.fail("eos_token_id", f"is {stops}; expected a token id or a list of them")
     sliding = family == "qwen3" and config.get("use_sliding_window", False)
     return TargetConfig(
         **fields,
@@ -323,7 +331,7 @@ def parse_target(
         vocab_size=config.integer("vocab_size"),
         tie_embeddings=config.flag("tie_word_embeddings", False),
         max_position=config.integer("max_position_embeddings"),
-        stop_ids=tuple(int(stop) for stop in stops),
+        stop_ids=tuple(stops),
     )
 
 
@@ -376,11 +384,11 @@ def parse_drafter(values: Mapping[str, Any], source: str) -> DrafterConfig:
       InputError: not a drafter, a missing or bad key, a variant that is not implemented.
     """
     config = _Reader(values, source)
-    names = config.get("architectures", [None])
+    name = _architecture(values)
     if not is_drafter(values):
-        raise config.fail("architectures", f"is {names[0]!r}; expected a DFlash drafter")
-    if names[0] not in (None, "DFlashDraftModel"):
-        raise config.fail("architectures", f"is {names[0]!r}; expected 'DFlashDraftModel'")
+        raise config.fail("architectures", f"is {name!r}; expected a DFlash drafter")
+    if name not in ("", "DFlashDraftModel"):
+        raise config.fail("architectures", f"is {name!r}; expected 'DFlashDraftModel'")
     _refuse_quantised(config)
     dflash = config.section("dflash_config")
     _refuse_draft_variants(config, dflash)
@@ -400,7 +408,10 @@ def parse_drafter(values: Mapping[str, Any], source: str) -> DrafterConfig:
         raise dflash.fail("target_layer_ids", f"is {layer_ids}; expected distinct layers from 0")
     fields = _decoder_fields(config, default_theta=None)
     windows = _windows(config, fields["num_layers"], by_layer_types=True)
-    num_target = holder("num_target_layers").get("num_target_layers")
+
+    def optional(reader: _Reader, key: str) -> int | None:
+        return None if reader.get(key) is None else reader.integer(key)
+
     return DrafterConfig(
         **fields,
         qk_norm=True,
@@ -408,8 +419,8 @@ def parse_drafter(values: Mapping[str, Any], source: str) -> DrafterConfig:
         block_size=holder("block_size").integer("block_size", minimum=2),
         mask_token_id=holder("mask_token_id").integer("mask_token_id", minimum=0),
         target_layer_ids=tuple(layer_ids),
-        num_target_layers=num_target,
-        vocab_size=config.get("vocab_size"),
+        num_target_layers=optional(holder("num_target_layers"), "num_target_layers"),
+        vocab_size=optional(config, "vocab_size"),
         causal_block=_causal_block(config, dflash, windows),
     )
 
