@@ -14,19 +14,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 if TYPE_CHECKING:
     from flax import nnx
 
-    from convert.source import Source
+    from convert.source import AnyConfig, Source
+    from ddtree_jax.config import DrafterConfig, TargetConfig
 
 __all__ = ["bundled_gguf", "convert", "open_model", "to_state"]
 
 
+@overload
+def open_model(
+    path_or_id: str | Path, *, drafter: Literal[False], revision: str | None = None
+) -> Source[TargetConfig]: ...
+@overload
+def open_model(
+    path_or_id: str | Path, *, drafter: Literal[True], revision: str | None = None
+) -> Source[DrafterConfig]: ...
+@overload
 def open_model(
     path_or_id: str | Path, *, drafter: bool | None, revision: str | None = None
-) -> Source:
+) -> Source[AnyConfig]: ...
+def open_model(
+    path_or_id: str | Path, *, drafter: bool | None, revision: str | None = None
+) -> Source[AnyConfig]:
     """Opens a model: reads its configuration and headers, no weights.
 
     Args:
@@ -45,7 +58,7 @@ def open_model(
 
 
 def convert(
-    source: Source,
+    source: Source[AnyConfig],
     destination: str | Path,
     *,
     dtype: str | None = None,

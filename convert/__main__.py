@@ -136,15 +136,23 @@ def _check(args: argparse.Namespace) -> None:
     from convert import open_model
     from ddtree_jax.config import pair_problems
 
-    sources, problems = [], []
-    for path, drafter in ((args.target, False), (args.draft, True)):
+    problems: list[str] = []
+
+    @contextmanager
+    def noted() -> Iterator[None]:
         try:
-            sources.append(open_model(path, drafter=drafter))
-            sources[-1].check()
+            yield
         except InputError as error:
             problems.append(str(error))
-    if len(sources) == 2:
-        target, draft = sources
+
+    target, draft = None, None
+    with noted():
+        target = open_model(args.target, drafter=False)
+        target.check()
+    with noted():
+        draft = open_model(args.draft, drafter=True)
+        draft.check()
+    if target is not None and draft is not None:
         problems += pair_problems(target.config, draft.config, draft.name)
     if problems:
         raise InputError("; ".join(problems))

@@ -119,6 +119,6 @@ def export_drafter(
         (staged / "config.json").write_text(values)
         for old in destination.glob("model-*.safetensors"):
             old.unlink()
-        for file in staged.iterdir():
-            file.chmod(0o644)
-            shutil.move(file, destination / file.name)
+        for written in staged.iterdir():
+            written.chmod(0o644)
+            shutil.move(written, destination / written.name)

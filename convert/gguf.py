@@ -150,7 +150,7 @@ class GgufFile:
         if version not in (2, 3):
             raise InputError(f"{path}: is GGUF version {version}; expected 2 or 3")
         tensors, pairs = cursor.number("Q"), cursor.number("Q")
-        self.metadata = {}
+        self.metadata: dict[str, Any] = {}
         for _ in range(pairs):
             key = cursor.string()
             self.metadata[key] = cursor.value(cursor.number("I"))
@@ -273,7 +273,7 @@ class GgufFile:
                 f"{self.name}: 'tokenizer.ggml.model' and 'tokenizer.ggml.pre' are {kind[0]!r} "
                 f"and {kind[1]!r}; expected 'gpt2' and 'smollm'"
             )
-        tokens = get("tokenizer.ggml.tokens")
+        tokens = self.metadata["tokenizer.ggml.tokens"]
         names = {
             f"{name}_token": tokens[get(f"tokenizer.ggml.{key}_token_id")]
             for name, key in (

@@ -20,7 +20,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-def resolve(path_or_id: str, revision: str | None) -> tuple[Path, dict[str, Any]]:
+def resolve(path_or_id: str | Path, revision: str | None) -> tuple[Path, dict[str, Any]]:
     """The local path of a model, and where it came from: {"path"} or {"id", "revision"}.
 
     Something that exists locally always wins over a Hub id.
@@ -96,7 +96,7 @@ class SafetensorsFolder:
     @property
     def default_dtype(self) -> str:
         """That of most weights. float16, which is not offered, fits exactly in float32."""
-        sizes = Counter()
+        sizes = Counter[str]()
         for info in self.infos.values():
             sizes[info.dtype] += int(np.prod(info.shape, dtype=np.int64))
         return "bfloat16" if sizes.most_common(1)[0][0] == "bfloat16" else "float32"

@@ -40,9 +40,14 @@ class TensorSource(Protocol):
     default_dtype: "bfloat16" or "float32", the dtype that keeps the source as it is.
     """
 
-    name: str
-    infos: Mapping[str, TensorInfo]
-    default_dtype: str
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def infos(self) -> Mapping[str, TensorInfo]: ...
+
+    @property
+    def default_dtype(self) -> str: ...
 
     def read(self, name: str) -> np.ndarray:
         """One tensor, bfloat16, float16 or float32."""
@@ -138,21 +143,20 @@ def _layer_leaves(config: DecoderConfig, path: str, name: str) -> Iterator[Leaf]
     d, f, h = config.hidden_size, config.intermediate_size, config.head_dim
     k, g = config.num_kv_heads, config.group_size
     rows = {"q": k * g * h, "k": k * h, "v": k * h}
-    heads = {"kv_heads": k, "head_dim": h}
     attention, mlp = f"{name}.self_attn", f"{name}.mlp"
     yield _norm(f"{path}.input_norm", f"{name}.input_layernorm", d)
     yield Leaf(
         f"{path}.attention.wqkv_dkgh",
         (d, k, g + 2, h),
         tuple((f"{attention}.{x}_proj.weight", (size, d)) for x, size in rows.items()),
-        functools.partial(_fuse_qkv, **heads),
+        functools.partial(_fuse_qkv, kv_heads=k, head_dim=h),
         shard_axis=1,
     )
     yield Leaf(
         f"{path}.attention.wo_kghd",
         (k, g, h, d),
         ((f"{attention}.o_proj.weight", (d, k * g * h)),),
-        functools.partial(_split_heads, **heads),
+        functools.partial(_split_heads, kv_heads=k, head_dim=h),
         shard_axis=0,
     )
     if config.attention_bias:
@@ -160,7 +164,7 @@ def _layer_leaves(config: DecoderConfig, path: str, name: str) -> Iterator[Leaf]
             f"{path}.attention.bqkv_kgh",
             (k, g + 2, h),
             tuple((f"{attention}.{x}_proj.bias", (size,)) for x, size in rows.items()),
-            functools.partial(_fuse_bias, **heads),
+            functools.partial(_fuse_bias, kv_heads=k, head_dim=h),
             shard_axis=0,
         )
         yield Leaf(f"{path}.attention.bo_d", (d,), ((f"{attention}.o_proj.bias", (d,)),), _same)
@@ -254,7 +258,8 @@ def match(config: TargetConfig | DrafterConfig, source: TensorSource) -> dict[st
     """
     drafter = isinstance(config, DrafterConfig)
     wanted = {name: shape for leaf in leaves_of(config) for name, shape in leaf.sources}
-    ignored = {"lm_head.weight"} if not drafter and config.tie_embeddings else set()
+    tied = isinstance(config, TargetConfig) and config.tie_embeddings
+    ignored = {"lm_head.weight"} if tied else set()
     found: dict[str, str] = {}
     missing, misshapen, quantised = [], [], []
     for name, shape in wanted.items():

@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from convert.names import Leaf
-from convert.source import Source
+from convert.source import AnyConfig, Source
 from ddtree_jax.config import DecoderConfig, DrafterConfig, RopeConfig, TargetConfig
 
 GIB = 2**30
@@ -47,7 +47,7 @@ def _elements_per_gpu(leaf: Leaf, config: DecoderConfig, tp: int) -> int:
     return math.ceil(size / tp)
 
 
-def memory(source: Source, tp: int, max_length: int, dtype: str) -> Memory:
+def memory(source: Source[AnyConfig], tp: int, max_length: int, dtype: str) -> Memory:
     config, width = source.config, _BYTES[dtype]
     weights = width * sum(_elements_per_gpu(leaf, config, tp) for leaf in source.leaves)
     heads = _kv_heads_per_gpu(config, tp)
@@ -83,7 +83,7 @@ def _attention(config: DecoderConfig) -> str:
     return f"sliding (window {sizes}) in {len(windows)} of {config.num_layers} layers"
 
 
-def facts(source: Source) -> dict[str, str]:
+def facts(source: Source[AnyConfig]) -> dict[str, str]:
     """Label -> value, in the order in which they are shown."""
     config = source.config
     count = sum(math.prod(shape) for leaf in source.leaves for _, shape in leaf.sources)
@@ -122,7 +122,7 @@ def facts(source: Source) -> dict[str, str]:
     return rows
 
 
-def warnings(source: Source, tp: int, max_length: int) -> list[str]:
+def warnings(source: Source[AnyConfig], tp: int, max_length: int) -> list[str]:
     config = source.config
     found = sharding_warnings(config, tp)
     if isinstance(config, DrafterConfig):

@@ -4,7 +4,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal, overload
 
 import ml_dtypes  # noqa: F401  NumPy knows bfloat16 by this import
 import numpy as np
@@ -22,12 +22,13 @@ from ddtree_jax.errors import InputError, RunError
 
 BUNDLED = "bundled"  # the name of the target that comes as a Python package
 
+AnyConfig = TargetConfig | DrafterConfig
 Progress = Callable[[int, int], None]
 ShardingFor = Callable[[str], Any]
 
 
-class Source:
-    """A model that can be loaded.
+class Source[C: AnyConfig]:
+    """A model that can be loaded; C is the type of its configuration.
 
     Attributes:
       name: the file or folder, for messages.
@@ -40,18 +41,21 @@ class Source:
     """
 
     origin: Mapping[str, Any]
-    default_dtype: str
 
     def __init__(
         self,
         name: Path,
-        drafter: bool | None,
+        config: C,
         values: Mapping[str, Any],
         generation: Mapping[str, Any] | None,
     ):
         self.name, self.values, self.generation = str(name), values, generation
-        self.config = _parse(values, generation, name, drafter)
-        self.leaves = names.leaves_of(self.config)
+        self.config: Final = config
+        self.leaves = names.leaves_of(config)
+
+    @property
+    def default_dtype(self) -> str:
+        raise NotImplementedError
 
     @property
     def kind(self) -> str:
@@ -102,7 +106,7 @@ class Source:
         return np.dtype(self.default_dtype if dtype is None else dtype)
 
 
-class _Unconverted(Source):
+class _Unconverted(Source[AnyConfig]):
     """Tensors in Hugging Face's names: a folder of safetensors or a GGUF file."""
 
     tensors: names.TensorSource
@@ -126,7 +130,9 @@ class _Unconverted(Source):
 
 class HuggingFaceSource(_Unconverted):
     def __init__(self, folder: Path, drafter: bool | None, origin: Mapping[str, Any]):
-        super().__init__(folder, drafter, *hf.read_configs(folder))
+        values, generation = hf.read_configs(folder)
+        config = _parse(values, generation, folder, drafter)
+        super().__init__(folder, config, values, generation)
         if self.kind == "drafter" and (folder / "mask_embedding.pt").exists():
             raise InputError(f"{folder / 'mask_embedding.pt'}: such drafters are not supported")
         self.origin = origin
@@ -134,9 +140,12 @@ class HuggingFaceSource(_Unconverted):
 
 
 class GgufSource(_Unconverted):
+    tensors: GgufFile
+
     def __init__(self, path: Path, drafter: bool | None, origin: Mapping[str, Any]):
         self.tensors = GgufFile(path)
-        super().__init__(path, drafter, self.tensors.config_values(), None)
+        values = self.tensors.config_values()
+        super().__init__(path, _parse(values, None, path, drafter), values, None)
         self.origin = origin
 
     @cached_property
@@ -151,7 +160,7 @@ class GgufSource(_Unconverted):
         return Path(self._temporary.name) if self.tensors.has_tokenizer() else None
 
 
-class ConvertedSource(Source):
+class ConvertedSource(Source[AnyConfig]):
     def __init__(self, folder: Path, drafter: bool | None):
         header = store.read_header(folder)
         if drafter is not None and header.kind != ("drafter" if drafter else "target"):
@@ -159,8 +168,14 @@ class ConvertedSource(Source):
             raise InputError(
                 f"{folder / store.HEADER}: 'kind' is {header.kind!r}; expected a {wanted}"
             )
-        super().__init__(folder, header.kind == "drafter", *hf.read_configs(folder))
-        self.origin, self.default_dtype = header.source, header.dtype
+        values, generation = hf.read_configs(folder)
+        config = _parse(values, generation, folder, header.kind == "drafter")
+        super().__init__(folder, config, values, generation)
+        self.origin, self._header = header.source, header
+
+    @property
+    def default_dtype(self) -> str:
+        return self._header.dtype
 
     def check(self) -> None:
         store.check_layout(Path(self.name), self.leaves)
@@ -180,7 +195,7 @@ def _parse(
     generation: Mapping[str, Any] | None,
     path: Path,
     drafter: bool | None,
-) -> TargetConfig | DrafterConfig:
+) -> AnyConfig:
     """The configuration; `drafter` None takes what the file says it is."""
     file = str(path / "config.json") if path.is_dir() else str(path)
     if is_drafter(values) if drafter is None else drafter:
@@ -188,9 +203,21 @@ def _parse(
     return parse_target(values, file, generation)
 
 
+@overload
+def open_model(
+    path_or_id: str | Path, *, drafter: Literal[False], revision: str | None = None
+) -> Source[TargetConfig]: ...
+@overload
+def open_model(
+    path_or_id: str | Path, *, drafter: Literal[True], revision: str | None = None
+) -> Source[DrafterConfig]: ...
+@overload
 def open_model(
     path_or_id: str | Path, *, drafter: bool | None, revision: str | None = None
-) -> Source:
+) -> Source[AnyConfig]: ...
+def open_model(
+    path_or_id: str | Path, *, drafter: bool | None, revision: str | None = None
+) -> Source[AnyConfig]:
     """Opens a model; only headers are read. See `convert.open_model`."""
     if str(path_or_id) == BUNDLED:
         if revision is not None:
@@ -208,7 +235,7 @@ def open_model(
     return HuggingFaceSource(path, drafter, origin)
 
 
-def _verify(folder: Path, source: Source, dtype: str) -> None:
+def _verify(folder: Path, source: Source[AnyConfig], dtype: str) -> None:
     """Raises RunError unless the checkpoint in `folder` equals a fresh conversion, bit for bit."""
     stored = ConvertedSource(folder, drafter=source.kind == "drafter").load(dtype)
     different = [
@@ -221,7 +248,7 @@ def _verify(folder: Path, source: Source, dtype: str) -> None:
 
 
 def convert(
-    source: Source,
+    source: Source[AnyConfig],
     destination: str | Path,
     *,
     dtype: str | None = None,

@@ -62,7 +62,9 @@ def read_header(folder: Path) -> Header:
     values = read_json(file)
     if values.get("format") != FORMAT:
         raise InputError(f"{file}: 'format' is {values.get('format')!r}; expected {FORMAT!r}")
-    source = values.get("source") if isinstance(values.get("source"), dict) else {}
+    source = values.get("source")
+    if not isinstance(source, dict):
+        source = {}
     if values.get("layout_version") != LAYOUT_VERSION:
         origin = source.get("id") or source.get("path") or "SRC"
         flag = " --drafter" if values.get("kind") == "drafter" else ""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,11 @@ from ddtree_jax import paths, text
 from ddtree_jax.config import check_pair
 from ddtree_jax.engine import Engine, Generation, Options
 from ddtree_jax.errors import InputError
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs  # typing's own from Python 3.13 on
+
+    from convert.source import AnyConfig, Source
 
 BUNDLED = "bundled"
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
@@ -79,14 +85,16 @@ def load(
         target = _bundled_target(progress)
     if draft == BUNDLED:
         draft = paths.BUNDLED_DRAFTER
-    sources = {"target": convert.open_model(target, drafter=False, revision=revision)}
+    target_source = convert.open_model(target, drafter=False, revision=revision)
+    config, draft_config = target_source.config, None
+    sources: dict[str, Source[AnyConfig]] = {"target": target_source}
     if draft is not None:
-        sources["drafter"] = convert.open_model(draft, drafter=True, revision=draft_revision)
-        drafter = sources["drafter"]
-        check_pair(sources["target"].config, drafter.config, drafter.name)
+        drafter = convert.open_model(draft, drafter=True, revision=draft_revision)
+        draft_config = drafter.config
+        check_pair(config, draft_config, drafter.name)
+        sources["drafter"] = drafter
     for source in sources.values():
         source.check()
-    config = sources["target"].config
     if max_length is not None and max_length > config.max_position:
         raise InputError(
             f"maximum length is {max_length}; expected at most the target's {config.max_position}"
@@ -100,24 +108,34 @@ def load(
             for name, array in source.load(dtype, sharding_for=lambda _: device).items()
         }
 
-    engine = Engine(
-        config,
-        sources["drafter"].config if "drafter" in sources else None,
-        load_parameters,
-        dtype=DTYPES[dtype],
-        batch_size=batch_size,
-        max_length=max_length,
-        prefill_chunk=prefill_chunk,
-    )
+    load_tokenizer = None
     if tokenizer:
-        folder = sources["target"].folder
-        if folder is None:
+        if sources["target"].folder is None:
             raise InputError(
                 f"{sources['target'].name}: has no tokenizer.json; "
                 "use --prompt-ids (tokenizer=False) to decode token ids without one"
             )
-        engine.tokenizer = text.load_tokenizer(folder)
-    return engine
+
+        def load_tokenizer():
+            # Asked of the source again: a GGUF's tokenizer files live as long as their source.
+            return text.load_tokenizer(sources["target"].folder)
+
+    return Engine(
+        config,
+        draft_config,
+        load_parameters,
+        dtype=DTYPES[dtype],
+        load_tokenizer=load_tokenizer,
+        batch_size=batch_size,
+        max_length=max_length,
+        prefill_chunk=prefill_chunk,
+    )
+
+
+def _is_conversation(
+    prompt: Sequence[int] | Sequence[dict[str, str]],
+) -> "TypeIs[Sequence[dict[str, str]]]":
+    return bool(prompt) and isinstance(prompt[0], dict)
 
 
 def encode(engine: Engine, prompt: Prompt, *, raw: bool = False, **template) -> list[int]:
@@ -126,7 +144,7 @@ def encode(engine: Engine, prompt: Prompt, *, raw: bool = False, **template) -> 
         if raw:
             return text.encode_raw(engine.tokenizer, prompt)
         prompt = [{"role": "user", "content": prompt}]
-    if prompt and isinstance(prompt[0], dict):
+    if _is_conversation(prompt):
         return text.encode_chat(engine.tokenizer, prompt, **template)
     return list(prompt)
 

@@ -124,7 +124,7 @@ class Engine:
       load: returns the parameters by path ("target.layers.0.mlp.down_fd", "drafter.fc_fd", ...). It
         is called once, in a thread, while the programs compile.
       dtype: of parameters, caches and activations.
-      tokenizer: for text prompts and outputs; None serves token ids only.
+      load_tokenizer: returns the tokenizer, in a thread; None serves token ids only.
       batch_size: rows decoded together.
       max_length: prompt plus output, at most; default the target's.
       prefill_chunk: prompt tokens per prefill step.
@@ -138,13 +138,13 @@ class Engine:
         load: Callable[[], dict[str, jax.Array]],
         *,
         dtype=jnp.bfloat16,
-        tokenizer: Any = None,
+        load_tokenizer: Callable[[], Any] | None = None,
         batch_size: int = 1,
         max_length: int | None = None,
         prefill_chunk: int | None = None,
         mesh: Mesh | None = None,
     ):
-        self.target, self.drafter, self.dtype, self.tokenizer = target, drafter, dtype, tokenizer
+        self.target, self.drafter, self.dtype = target, drafter, dtype
         self.batch_size, self.mesh = batch_size, mesh
         self.max_length = max_length or target.max_position
         self.prefill_chunk = prefill_chunk or default_prefill_chunk()
@@ -166,6 +166,12 @@ class Engine:
         self._programs: dict[tuple, Future] = {}
         self._workers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="ddtree")
         self._leaves = self._workers.submit(self._ordered, load)
+        self._tokenizer = self._workers.submit(load_tokenizer or (lambda: None))
+
+    @property
+    def tokenizer(self) -> Any:
+        """The transformers tokenizer, or None."""
+        return self._tokenizer.result()
 
     def _ordered(self, load: Callable[[], dict[str, jax.Array]]) -> list[jax.Array]:
         given = load()
@@ -223,9 +229,9 @@ class Engine:
             return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where)
 
         jitted = jax.jit(mapped, donate_argnums=1)
-        arguments = [placed(argument, row) for argument in arguments]
+        shapes = [placed(argument, row) for argument in arguments]
         state = jax.tree.map(placed, state, specs)
-        return jitted.lower(self._leaf_shapes, state, *arguments).compile()
+        return jitted.lower(self._leaf_shapes, state, *shapes).compile()
 
     def _program(self, key: tuple, build: Callable[[], Any]) -> Future:
         if key not in self._programs:
@@ -358,8 +364,12 @@ class Engine:
         used = len(prompts)
         idle = rows - used
 
-        def column(values: list, dtype) -> np.ndarray:
-            return np.array(values + [0] * idle, dtype)
+        def host(values, dtype) -> Any:
+            # NumPy's, where the state's type says jax.Array: the next call takes it to the device.
+            return np.asarray(values, dtype)
+
+        def column(values: list, dtype) -> Any:
+            return host(values + [0] * idle, dtype)
 
         stops = np.full((rows, STOP_SLOTS), -1, np.int32)
         for row, each in enumerate(options):
@@ -374,10 +384,10 @@ class Engine:
             length=zero,
             emitted=zero,
             feature_count=None if state.feature_count is None else zero,
-            done=np.arange(rows) >= used,
+            done=host(np.arange(rows) >= used, np.bool_),
             request=rounds.Request(
                 limit=column(limits, np.int32),
-                stop_ids=stops,
+                stop_ids=host(stops, np.int32),
                 temperature=column([each.temperature for each in options], np.float32),
                 seed=column([each.seed for each in options], np.uint32),
                 sample=zero.astype(np.uint32),
@@ -499,7 +509,7 @@ class _Run:
                 group, emitted = self.prefill(self.leaves, group, tokens, count, last)
                 owners = [i if ends else None for i, ends in zip(members, last, strict=False)]
                 self.flying.append((emitted, owners, True))
-            if self.group is None:
+            if self.insert is None:
                 self.state = group
             else:
                 self.group = group

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from ddtree_jax import cache as caches
 from ddtree_jax import sampling
 from ddtree_jax import tree as trees
-from ddtree_jax.cache import Cache
+from ddtree_jax.cache import Cache, Pending
 from ddtree_jax.models import Models
 from ddtree_jax.tree import Tree
 
@@ -95,7 +95,10 @@ def empty_state(
     models: Models, batch: int, slots: int, stops: int, dtype, *, drafting: bool
 ) -> DecodeState:
     """A state of idle rows. `slots` bounds prompt plus output; `drafting` False is AR's state."""
-    drafter = models.drafter.config if drafting else None
+    drafter = None
+    if drafting:
+        assert models.drafter is not None
+        drafter = models.drafter.config
 
     def integers(dtype=jnp.int32):
         return jnp.zeros((batch,), dtype)
@@ -144,7 +147,7 @@ def _choose(
     )
 
 
-def _verify(models: Models, state: DecodeState, tree: Tree):
+def _verify(models: Models, state: DecodeState, tree: Tree) -> tuple[jax.Array, jax.Array, Pending]:
     """The one target forward: hidden, features and pending K/V of the tree's nodes."""
     drafter = models.drafter if state.draft_cache is not None else None
     layers = drafter.config.target_layer_ids if drafter is not None else ()
@@ -189,6 +192,7 @@ def prefill_chunk(
     hidden, features, pending = _verify(models, state, tree)
     draft_cache = state.draft_cache
     if draft_cache is not None:
+        assert models.drafter is not None
         _, draft_pending = models.drafter(draft_cache, state.length, features, count_b, None)
         draft_cache = caches.commit(draft_cache, draft_pending, state.length, count_b)
     end = jnp.maximum(count_b - 1, 0)[:, None]
@@ -217,6 +221,10 @@ def top2_gap(
 
 def _draft(models: Models, state: DecodeState) -> tuple[jax.Array, Cache]:
     """float32 logits [b, block - 1, v] of the masked slots, and the drafter's extended context."""
+    assert models.drafter is not None
+    assert state.draft_cache is not None
+    assert state.features is not None
+    assert state.feature_count is not None
     config = models.drafter.config
     with jax.named_scope("draft"):
         batch = state.bonus.shape[0]
@@ -226,6 +234,7 @@ def _draft(models: Models, state: DecodeState) -> tuple[jax.Array, Cache]:
         hidden, pending = models.drafter(
             state.draft_cache, start, state.features, state.feature_count, block
         )
+        assert hidden is not None  # a block was given
         draft_cache = caches.commit(state.draft_cache, pending, start, state.feature_count)
         return models.target.logits(hidden[:, 1:]), draft_cache
 
@@ -246,14 +255,12 @@ def _verify_and_commit(
     with jax.named_scope("commit"):
         # One committed row per emitted token: the root and the accepted nodes.
         committed = emitted.count
-        changes = dict(
-            cache=caches.commit(state.cache, pending, length, committed, path),
-            length=length + committed,
-        )
+        cache = caches.commit(state.cache, pending, length, committed, path)
+        state = dataclasses.replace(state, cache=cache, length=length + committed)
         if state.draft_cache is not None:
             rows = jnp.take_along_axis(features, path[:, :, None], axis=1)
-            changes |= dict(features=rows, feature_count=committed)
-        return dataclasses.replace(state, **changes), emitted
+            state = dataclasses.replace(state, features=rows, feature_count=committed)
+        return state, emitted
 
 
 def ar_round(models: Models, state: DecodeState, *, sampled: bool) -> tuple[DecodeState, Emitted]:
@@ -282,6 +289,7 @@ def tree_round(
     stable_top_k: bool = True,
 ) -> tuple[DecodeState, Emitted]:
     """DDTree: the `budget` most probable prefixes of the drafter's block, verified as a tree."""
+    assert models.drafter is not None
     logits, draft_cache = _draft(models, state)
     state = dataclasses.replace(state, draft_cache=draft_cache)
     with jax.named_scope("tree"):

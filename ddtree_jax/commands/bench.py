@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -64,7 +65,7 @@ def answer_all(
     return everything
 
 
-def _measure(generations: list[Generation], reference: list[Generation]) -> dict:
+def _measure(generations: list[Generation], reference: list[Generation]) -> dict[str, Any]:
     """Acceptance of one mode on one set; tau is the mean over all rounds of the set."""
     lengths = [length for generation in generations for length in generation.accept_lengths]
     same = [a.output_ids == b.output_ids for a, b in zip(generations, reference, strict=True)]
@@ -98,12 +99,16 @@ def _acceptance(args) -> int:
         dtype=args.dtype,
         batch_size=args.batch_size,
     )
-    rows: list[dict] = []
+    rows: list[dict[str, Any]] = []
     reference: dict[str, list[Generation]] = {}
     with Progress(console=console, transient=True) as progress:
         for options in modes:
             label = options.mode + (f" {options.tree_budget}" if options.tree_budget else "")
-            row = {"mode": options.mode, "tree_budget": options.tree_budget, "sets": {}}
+            row: dict[str, Any] = {
+                "mode": options.mode,
+                "tree_budget": options.tree_budget,
+                "sets": {},
+            }
             for name, turns in sets.items():
                 conversations = [Conversation(tuple(each)) for each in turns[: args.limit]]
                 task = progress.add_task(

@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -19,7 +20,7 @@ BUILT_IN_PROMPT = "Explain why the sky is blue."
 ATTENTION = "reference"
 
 # Flags of the contract whose feature does not exist yet: parsed, and refused by name.
-_NOT_YET = {
+_NOT_YET: dict[str, dict[str, Any]] = {
     "--top-k": {"type": int},
     "--top-p": {"type": float},
     "--min-p": {"type": float},
@@ -370,6 +371,10 @@ def command(argv: Sequence[str]) -> int:
 
     with status.status("Loading"):
         engine = load(args.dtype)
+    if not args.compare:
+        # Compile while weights and tokenizer arrive; four characters make about one token.
+        sizes = (sum(map(len, each.turns)) // 4 + len(each.ids or ()) for each in conversations)
+        engine.prepare(options, max(sizes) + 40)
     session = _Session(engine, args, conversations, status)
     show = args.json != "-"
     groups: list[list[Run]] = []
@@ -383,7 +388,8 @@ def command(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         interrupted = True
         print(file=sys.stderr)
-    table, rows = (None, [])
+    table: Table | None = None
+    rows: list[dict] = []
     result = {"schema": 1, "runs": [run.to_json() for run in session.runs]}
     if groups or session.runs:
         table, rows = _table(groups or [session.runs], compare=args.compare and not interrupted)

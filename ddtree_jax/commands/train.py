@@ -55,6 +55,7 @@ def _parser() -> shell.Parser:
         metavar="P",
         help="fraction of the answers at temperature 0.7, the others greedy",
     )
+    generate.add_argument("--max-prompt-tokens", type=int, default=384)
     generate.add_argument("--minutes", type=float, default=60.0, help="stop generating after this")
     drafter = parser.add_argument_group("drafter")
     drafter.add_argument("--layers", type=int, default=3)
@@ -63,6 +64,7 @@ def _parser() -> shell.Parser:
     drafter.add_argument("--mask-token-id", type=int, default=16)
     training = parser.add_argument_group("train")
     training.add_argument("--steps", type=int, default=TrainConfig.steps)
+    training.add_argument("--train-minutes", type=float, default=TrainConfig.minutes)
     training.add_argument("--rows", type=int, default=TrainConfig.rows)
     training.add_argument("--row-length", type=int, default=512)
     training.add_argument("--anchors", type=int, default=LossConfig.anchors)
@@ -121,7 +123,7 @@ def _generate(args, console: Console) -> None:
         texts = _synthetic(engine, args, console) + texts
         random.Random(args.seed).shuffle(texts)
     ids = [api.encode(engine, text) for text in texts]
-    ids = [prompt for prompt in ids if len(prompt) <= 384]
+    ids = [prompt for prompt in ids if len(prompt) <= args.max_prompt_tokens]
     done = sorted(folder.glob("answers-*.npz"))
     ids = ids[sum(len(data.Documents.load([path])) for path in done) :]
     hot = random.Random(args.seed + len(done))
@@ -208,6 +210,7 @@ def _train(args, console: Console) -> None:
 
     train_config = TrainConfig(
         steps=args.steps,
+        minutes=args.train_minutes,
         rows=args.rows,
         learning_rate=args.learning_rate,
         seed=args.seed,
@@ -217,7 +220,7 @@ def _train(args, console: Console) -> None:
     loss_config = LossConfig(anchors=args.anchors, gamma=args.gamma)
     params = train(target, config, rows, held, train_config, loss_config, work, report)
     with shell.atomic(work / "drafter.npz") as temporary, temporary.open("wb") as file:
-        np.savez(file, **params)
+        np.savez(file, **params)  # type: ignore[arg-type]  # the stub takes a name for an option
     recipe = {
         "data": {"rows": len(rows), "answer_tokens": int(rows.in_answer.sum())},
         "train": dataclasses.asdict(train_config),

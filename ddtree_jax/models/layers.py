@@ -156,7 +156,16 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         return rotate(q, tables), rotate(k, tables), v
 
-    def attend(self, q, cache, k_new, v_new, mask_bnm, lower_bn, length_b) -> jax.Array:
+    def attend(
+        self,
+        q: jax.Array,
+        cache: tuple[jax.Array, jax.Array],
+        k_new: jax.Array,
+        v_new: jax.Array,
+        mask_bnm: jax.Array,
+        lower_bn: jax.Array,
+        length_b: jax.Array,
+    ) -> jax.Array:
         """Attention output projected back to [b, n, d]; arguments as for `tree_attention`."""
         o = tree_attention(q, *cache, k_new, v_new, mask_bnm, lower_bn, length_b)
         y = all_sum(linear(o, self.wo_kghd[...], contracted=3), self.axis)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,15 +21,17 @@ from ddtree_jax.training.loss import LossConfig, block_loss
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """steps: optimiser steps in all. rows: packed rows per step. warmup: fraction of the steps.
+    """steps: optimiser steps in all. minutes: of wall time in all; whichever ends first.
 
-    log_every, eval_every, save_every: in steps.
+    rows: packed rows per step. warmup: steps until the learning rate is reached; it then falls to
+    zero as a cosine of the progress. log_every, eval_every, save_every: in steps.
     """
 
     steps: int = 4000
+    minutes: float = math.inf
     rows: int = 32
     learning_rate: float = 1e-3
-    warmup: float = 0.04
+    warmup: int = 200
     weight_decay: float = 0.01
     clip: float = 1.0
     seed: int = 0
@@ -38,19 +41,22 @@ class TrainConfig:
 
 
 def optimiser(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW with clipping, a linear warm-up and a cosine to zero; norms and biases do not decay."""
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, config.learning_rate, max(1, int(config.warmup * config.steps)), config.steps
-    )
+    """AdamW with clipping, without its learning rate; norms and biases do not decay."""
     return optax.chain(
         optax.clip_by_global_norm(config.clip),
-        optax.adamw(
-            schedule,
-            b2=0.98,
-            weight_decay=config.weight_decay,
+        optax.scale_by_adam(b2=0.98),
+        optax.add_decayed_weights(
+            config.weight_decay,
             mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params),
         ),
     )
+
+
+def learning_rate(config: TrainConfig, step: int, seconds: float) -> float:
+    """The rate of a step; progress is measured in steps or in time, whichever is further."""
+    progress = max(step / config.steps, seconds / (60 * config.minutes))
+    cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+    return config.learning_rate * min(1.0, (step + 1) / config.warmup) * cosine
 
 
 def batches(count: int, rows: int, seed: int, first_step: int) -> Iterator[np.ndarray]:
@@ -98,52 +104,67 @@ def train(
         return loss_of(params, target_state, batch, jax.random.key(0))[1]
 
     @jax.jit(donate_argnums=(0, 1))
-    def update(params, moments, target_state, batch, step):
+    def update(params, moments, target_state, batch, step, rate):
         key = jax.random.fold_in(jax.random.key(config.seed), step)
         gradient = jax.grad(loss_of, has_aux=True)
         grads, metrics = gradient(params, target_state, batch, key)
         updates, moments = tx.update(grads, moments, params)
-        return optax.apply_updates(params, updates), moments, metrics
+        params = jax.tree.map(lambda leaf, change: leaf - rate * change, params, updates)
+        return params, moments, metrics
+
+    def held_out_metrics(params) -> dict:
+        # Whole batches only, so that one program serves all.
+        size = min(config.rows, len(held_out))
+        parts = [
+            jax.device_get(evaluate(params, target_state, held_out.take(start + np.arange(size))))
+            for start in range(0, len(held_out) - size + 1, size)
+        ]
+        return jax.tree.map(lambda *values: np.mean(np.stack(values), axis=0), *parts)
 
     moments = tx.init(params)
     folder.mkdir(parents=True, exist_ok=True)
     options = ocp.CheckpointManagerOptions(max_to_keep=2, save_interval_steps=1)
     with ocp.CheckpointManager((folder / "checkpoints").absolute(), options=options) as manager:
-        first = manager.latest_step() or 0
-        if first:
-            saved = {"params": params, "moments": moments}
-            restored = manager.restore(first, args=ocp.args.StandardRestore(saved))
+        step, earlier = manager.latest_step() or 0, 0.0
+        if step:
+            saved = {"params": params, "moments": moments, "seconds": earlier}
+            restored = manager.restore(step, args=ocp.args.StandardRestore(saved))
             params, moments = restored["params"], restored["moments"]
-        started, order = time.monotonic(), batches(len(rows), config.rows, config.seed, first)
+            earlier = float(restored["seconds"])
+        started, order = time.monotonic(), batches(len(rows), config.rows, config.seed, step)
+
+        def seconds() -> float:
+            return earlier + time.monotonic() - started
+
         with (folder / "metrics.jsonl").open("a") as log:
 
-            def record(step: int, kind: str, metrics: dict) -> None:
-                values = {name: np.asarray(value) for name, value in metrics.items()}
-                entry = {"step": step, "kind": kind, "seconds": time.monotonic() - started}
-                entry |= {name: np.round(value, 4).tolist() for name, value in values.items()}
+            def record(kind: str, metrics: dict) -> None:
+                entry = {"step": step, "kind": kind, "seconds": round(seconds(), 1)}
+                for name, value in metrics.items():
+                    entry[name] = np.asarray(value, np.float64).round(4).tolist()
                 log.write(json.dumps(entry) + "\n")
                 log.flush()
                 report(entry)
 
-            for step in range(first, config.steps):
-                batch = rows.take(next(order))
+            while step < config.steps and seconds() < 60 * config.minutes:
+                rate = np.float32(learning_rate(config, step, seconds()))
                 params, moments, metrics = update(
-                    params, moments, target_state, batch, np.int32(step)
+                    params, moments, target_state, rows.take(next(order)), np.int32(step), rate
                 )
-                done = step + 1
-                if done % config.log_every == 0:
-                    record(done, "train", jax.device_get(metrics))
-                if done % config.eval_every == 0 or done == config.steps:
-                    parts = [
-                        jax.device_get(evaluate(params, target_state, held_out.take(part)))
-                        for part in np.array_split(
-                            np.arange(len(held_out)), max(1, len(held_out) // config.rows)
-                        )
-                    ]
-                    mean = jax.tree.map(lambda *values: np.mean(np.stack(values), axis=0), *parts)
-                    record(done, "held_out", mean)
-                if done % config.save_every == 0 or done == config.steps:
-                    state = {"params": params, "moments": moments}
-                    manager.save(done, args=ocp.args.StandardSave(state), force=True)
-                    manager.wait_until_finished()
+                step += 1
+                if step % config.log_every == 0:
+                    record("train", jax.device_get(metrics))
+                if step % config.eval_every == 0:
+                    record("held_out", held_out_metrics(params))
+                if step % config.save_every == 0:
+                    save(manager, step, params, moments, seconds())
+            record("held_out", held_out_metrics(params))
+            if manager.latest_step() != step:
+                save(manager, step, params, moments, seconds())
     return dict(zip(names, jax.device_get(params), strict=True))
+
+
+def save(manager: ocp.CheckpointManager, step: int, params, moments, seconds: float) -> None:
+    state = {"params": params, "moments": moments, "seconds": seconds}
+    manager.save(step, args=ocp.args.StandardSave(state), force=True)
+    manager.wait_until_finished()

@@ -78,6 +78,7 @@ def block_logits(drafter: Drafter, target: Target, features, batch, anchors_ba) 
         positions,
         visible,
     )
+    assert hidden is not None  # a block was given
     return target.logits(hidden.reshape(b, a, t, -1)[:, :, 1:])
 
 

@@ -38,6 +38,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ddtree_jax.errors import InputError
 from ddtree_jax.training.stubs import stub
@@ -125,7 +126,10 @@ class Evaluation:
     @classmethod
     def of(cls, sets: dict[str, list[list[str]]]) -> "Evaluation":
         """Index all turns, without the benchmark's own instructions, which training may share."""
-        words, chars, whole, functions = set(), set(), set(), set()
+        words: set[tuple[str, ...]] = set()
+        chars: set[str] = set()
+        whole: set[str] = set()
+        functions: set[str] = set()
         phrases: dict[tuple[str, ...], list[int]] = {}
         turns = [turn for rows in sets.values() for row in rows for turn in row]
         for number, text in enumerate(turns):
@@ -211,7 +215,9 @@ def training_prompts(limit: int, seed: int) -> list[str]:
 def _mixed(limit: int, seed: int, evaluation: Evaluation) -> list[tuple[str, str]]:
     """(source, prompt) pairs: draw a source by weight, then its next new and clean prompt."""
     streams = {name: _STREAMS[name](random.Random(f"{seed}:{name}")) for name in WEIGHTS}
-    rng, seen, mixed = random.Random(f"{seed}:mix"), set(), []
+    rng = random.Random(f"{seed}:mix")
+    seen: set[str] = set()
+    mixed: list[tuple[str, str]] = []
     while len(mixed) < limit and streams:
         name = rng.choices(list(streams), [WEIGHTS[name] for name in streams])[0]
         prompt = _next_new(streams[name], seen, evaluation)
@@ -260,7 +266,7 @@ def _gym_stream(rng: random.Random) -> Iterator[str]:
         name: gym.create_dataset(name, size=size, seed=rng.randrange(2**31))
         for name in ("gsm_symbolic", *_GYM_TASKS)
     }
-    index = Counter()
+    index = Counter[str]()
     while True:
         name = "gsm_symbolic" if rng.random() < 0.45 else rng.choice(_GYM_TASKS)
         question = tasks[name][index[name]]["question"].strip()
@@ -344,7 +350,7 @@ def _root(module: str) -> Path:
     return root
 
 
-def _rows(module: str, pattern: str) -> list[dict]:
+def _rows(module: str, pattern: str) -> list[dict[str, Any]]:
     """The rows of a JSONL file of a package, gzipped or not."""
     found = sorted(_root(module).glob(pattern))
     if not found:
@@ -355,7 +361,7 @@ def _rows(module: str, pattern: str) -> list[dict]:
     return list(_json_lines(data.decode("utf-8").split("\n")))
 
 
-def _json_lines(lines: Iterable[str]) -> Iterator[object]:
+def _json_lines(lines: Iterable[str]) -> Iterator[Any]:
     """What the lines hold; broken ones are skipped (`evals` keeps some placeholders)."""
     for line in lines:
         try:

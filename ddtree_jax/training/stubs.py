@@ -340,7 +340,7 @@ _UNCHANGED_DOCS = (
     "From the given E, select the C; the result is W.",
 )
 # Which elements ; how each changes ; what comes out. `k` stands for a small number.
-_PIPELINES = {
+_PIPELINE_ROWS = {
     "ints": (
         """even: even ; v%2==0 | odd: odd ; v%2 | negative: negative ; v<0
         positive: positive ; v>0
@@ -379,4 +379,4 @@ _PIPELINES = {
         lengths: a dictionary from each to its length ; dict[str, int] ; {v: len(v) for v in r}""",
     ),
 }
-_PIPELINES = {kind: [_parts(text) for text in parts] for kind, parts in _PIPELINES.items()}
+_PIPELINES = {kind: [_parts(text) for text in parts] for kind, parts in _PIPELINE_ROWS.items()}
