@@ -1,0 +1,91 @@
+"""The main job on the real bundled pair: lossless, sensible, and really speculating.
+
+Takes minutes on two cores, so `make test` leaves it out; `make main-job` and CI run it. The
+environment variable BUNDLED_PROMPTS sets how many prompts are compared (default 4, at most 20).
+"""
+
+import json
+import os
+
+import pytest
+
+from ddtree_jax import Options, api
+from ddtree_jax.commands.decode import main
+
+pytestmark = pytest.mark.bundled
+
+PROMPTS = [
+    "What is the capital of France?",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "A baker has 24 rolls and sells 9 of them. How many are left? Reason step by step.",
+    "List five animals that live in the sea.",
+    "Explain photosynthesis to a child.",
+    "Write a short poem about autumn.",
+    "What are the benefits of regular exercise?",
+    "Translate 'good morning' into Spanish.",
+    "Write an email to a colleague about moving a meeting to Friday.",
+    "How does a bicycle stay upright?",
+    "Give me a recipe for pancakes.",
+    "What is the difference between a list and a tuple in Python?",
+    "Summarise the story of Romeo and Juliet in two sentences.",
+    "Name three renewable sources of energy and one advantage of each.",
+    "Write a function is_even(n) in JavaScript.",
+    "If a train travels 60 miles in 1.5 hours, what is its speed?",
+    "Why do leaves change their colour?",
+    "Tell me a fun fact about space.",
+    "What should I pack for a weekend in the mountains?",
+    "Write a dialogue between a cat and a dog.",
+]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return api.load(dtype="float32")
+
+
+def test_all_modes_give_the_same_tokens(engine):
+    count = int(os.environ.get("BUNDLED_PROMPTS", "4"))
+    prompts = [api.encode(engine, prompt) for prompt in PROMPTS[:count]]
+    base = dict(max_new_tokens=64, stop_ids=())
+    ar = engine.generate(prompts, Options(mode="ar", **base))
+    modes = [Options(mode="dflash", **base)]
+    modes += [Options(mode="ddtree", tree_budget=budget, **base) for budget in (15, 31, 63)]
+    taus = []
+    for options in modes:
+        results = engine.generate(prompts, options)
+        assert [r.output_ids for r in results] == [r.output_ids for r in ar]
+        assert all(r.mode == options.mode and len(r.output_ids) == 64 for r in results)
+        lengths = [length for r in results for length in r.accept_lengths]
+        taus.append(sum(lengths) / len(lengths))
+    assert taus[0] > 1.5  # speculation really happens
+    assert taus == sorted(taus)  # a wider tree accepts more
+
+
+def test_answer_is_sensible(engine):
+    answer = api.generate(engine, PROMPTS[0], max_new_tokens=32)
+    assert "Paris" in answer.text
+    assert answer.finish_reason == "stop"
+
+
+def test_streamed_text_is_the_text(engine):
+    options = dict(max_new_tokens=24)
+    text = api.generate(engine, PROMPTS[3], **options).text
+    assert "".join(api.stream(engine, PROMPTS[3], **options)) == text
+
+
+def test_sampled_text_does_not_depend_on_the_tree(engine):
+    texts = {
+        api.generate(engine, PROMPTS[5], max_new_tokens=24, temperature=0.7, seed=3, **mode).text
+        for mode in ({"mode": "ar"}, {"mode": "dflash"}, {"mode": "ddtree", "tree_budget": 15})
+    }
+    assert len(texts) == 1
+
+
+def test_command_line(tmp_path, capsys):
+    out = tmp_path / "result.json"
+    assert main(["--max-new-tokens", "16", "--json", str(out), PROMPTS[0]]) == 0
+    (run,) = json.loads(out.read_text())["runs"]
+    assert run["mode"] == "ddtree"
+    assert run["text"].strip() in capsys.readouterr().out
+
+
