@@ -1,0 +1,129 @@
+"""Shapes of published pairs, for measurements with random weights (checkpoints.md 1.4 and 3)."""
+
+import dataclasses
+
+from ddtree_jax.config import DrafterConfig, RopeConfig, TargetConfig
+
+
+def _pair(
+    *,
+    family: str,
+    layers: int,
+    hidden: int,
+    mlp: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    vocab: int,
+    tied: bool,
+    draft_layers: int,
+    draft_mlp: int,
+    block: int,
+    taps: tuple[int, ...],
+    max_position: int = 40960,
+) -> tuple[TargetConfig, DrafterConfig]:
+    shared = dict(
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=1e-6,
+        rope=RopeConfig(1e6),
+        attention_bias=False,
+    )
+    target = TargetConfig(
+        **shared,
+        intermediate_size=mlp,
+        num_layers=layers,
+        qk_norm=family == "qwen3",
+        windows=(None,) * layers,
+        family=family,
+        vocab_size=vocab,
+        tie_embeddings=tied,
+        max_position=max_position,
+        stop_ids=(),
+    )
+    drafter = DrafterConfig(
+        **shared,
+        intermediate_size=draft_mlp,
+        num_layers=draft_layers,
+        qk_norm=True,
+        windows=(None,) * draft_layers,
+        block_size=block,
+        mask_token_id=0,
+        target_layer_ids=taps,
+        num_target_layers=layers,
+        vocab_size=vocab,
+        causal_block=(False,) * draft_layers,
+    )
+    return target, drafter
+
+
+_QWEN3_8B = dict(
+    family="qwen3",
+    layers=36,
+    hidden=4096,
+    mlp=12288,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    vocab=151936,
+    tied=False,
+    draft_layers=5,
+    draft_mlp=12288,
+    block=16,
+    taps=(1, 9, 17, 25, 33),
+)
+SHAPES: dict[str, tuple[TargetConfig, DrafterConfig]] = {
+    "qwen3-8b": _pair(**_QWEN3_8B),
+    "qwen3-4b": _pair(**_QWEN3_8B | dict(hidden=2560, mlp=9728, tied=True, draft_mlp=9728)),
+    "llama-3.1-8b": _pair(
+        **_QWEN3_8B
+        | dict(
+            family="llama", layers=32, mlp=14336, vocab=128256, block=10, taps=(1, 8, 15, 22, 29)
+        )
+    ),
+    "smollm2-135m": _pair(
+        family="llama",
+        layers=30,
+        hidden=576,
+        mlp=1536,
+        heads=9,
+        kv_heads=3,
+        head_dim=64,
+        vocab=49152,
+        tied=True,
+        draft_layers=3,
+        draft_mlp=1536,
+        block=16,
+        taps=(1, 8, 14, 20, 27),
+        max_position=8192,
+    ),
+}
+SHAPES["tiny"] = tuple(  # for tests: seconds on a CPU
+    dataclasses.replace(
+        config,
+        hidden_size=32,
+        intermediate_size=48,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        vocab_size=256,
+        **layers,
+    )
+    for config, layers in zip(
+        SHAPES["smollm2-135m"],
+        (
+            dict(num_layers=2, windows=(None,) * 2),
+            dict(
+                num_layers=1,
+                windows=(None,),
+                causal_block=(False,),
+                block_size=4,
+                target_layer_ids=(0,),
+                num_target_layers=2,
+            ),
+        ),
+        strict=True,
+    )
+)
