@@ -150,6 +150,8 @@ class Engine:
         self.prefill_chunk = prefill_chunk or default_prefill_chunk()
         # Prompts prefilled together: few calls for a wide batch, no idle rows in a narrow one.
         self.prefill_rows = max(1, batch_size // 16)
+        if mesh is not None:
+            sharding.check_mesh(mesh, target, drafter)
         axis = None if mesh is None else sharding.MODEL
         abstract = nnx.eval_shape(lambda: Models(target, drafter, axis=axis, rngs=nnx.Rngs(0)))
         self._graphdef, state = nnx.split(abstract)
@@ -209,6 +211,10 @@ class Engine:
         )
         return jax.eval_shape(empty)
 
+    def _placed(self, shape: jax.ShapeDtypeStruct, spec: sharding.P) -> jax.ShapeDtypeStruct:
+        where = sharding.place(self.mesh, spec)
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where)
+
     def _compile(self, function: Callable, state: DecodeState, *arguments) -> Any:
         """Compiles function(models, state, *arguments) -> (state, emitted), the state donated."""
         specs = sharding.state_specs(state)
@@ -224,13 +230,9 @@ class Engine:
             (specs, row),
         )
 
-        def placed(shape, spec):
-            where = sharding.place(self.mesh, spec)
-            return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where)
-
         jitted = jax.jit(mapped, donate_argnums=1)
-        shapes = [placed(argument, row) for argument in arguments]
-        state = jax.tree.map(placed, state, specs)
+        shapes = [self._placed(argument, row) for argument in arguments]
+        state = jax.tree.map(self._placed, state, specs)
         return jitted.lower(self._leaf_shapes, state, *shapes).compile()
 
     def _program(self, key: tuple, build: Callable[[], Any]) -> Future:
@@ -280,8 +282,11 @@ class Engine:
         def build():
             state = self._state_shape(self.batch_size, slots, drafting)
             rows = self._state_shape(self.prefill_rows, slots, drafting)
-            where = jax.ShapeDtypeStruct((self.prefill_rows,), jnp.int32)
-            return jax.jit(rounds.insert, donate_argnums=0).lower(state, rows, where).compile()
+            specs, everywhere = sharding.state_specs(state), sharding.P()
+            mapped = sharding.over_mesh(rounds.insert, self.mesh, (specs, specs, everywhere), specs)
+            where = self._placed(jax.ShapeDtypeStruct((self.prefill_rows,), jnp.int32), everywhere)
+            state, rows = (jax.tree.map(self._placed, part, specs) for part in (state, rows))
+            return jax.jit(mapped, donate_argnums=0).lower(state, rows, where).compile()
 
         return self._program(("insert", slots, drafting), build)
 

@@ -1,6 +1,7 @@
 """Shapes of published pairs, for measurements with random weights (checkpoints.md 1.4 and 3)."""
 
 import dataclasses
+from typing import Any
 
 from ddtree_jax.config import DrafterConfig, RopeConfig, TargetConfig
 
@@ -22,7 +23,7 @@ def _pair(
     taps: tuple[int, ...],
     max_position: int = 40960,
 ) -> tuple[TargetConfig, DrafterConfig]:
-    shared = dict(
+    shared: dict[str, Any] = dict(
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -59,7 +60,7 @@ def _pair(
     return target, drafter
 
 
-_QWEN3_8B = dict(
+_QWEN3_8B: dict[str, Any] = dict(
     family="qwen3",
     layers=36,
     hidden=4096,
@@ -100,30 +101,32 @@ SHAPES: dict[str, tuple[TargetConfig, DrafterConfig]] = {
         max_position=8192,
     ),
 }
-SHAPES["tiny"] = tuple(  # for tests: seconds on a CPU
-    dataclasses.replace(
-        config,
+
+
+def _tiny() -> tuple[TargetConfig, DrafterConfig]:
+    """Seconds on a CPU, for tests."""
+    target, drafter = SHAPES["smollm2-135m"]
+    small: dict[str, Any] = dict(
         hidden_size=32,
         intermediate_size=48,
         num_heads=4,
         num_kv_heads=2,
         head_dim=8,
         vocab_size=256,
-        **layers,
     )
-    for config, layers in zip(
-        SHAPES["smollm2-135m"],
-        (
-            dict(num_layers=2, windows=(None,) * 2),
-            dict(
-                num_layers=1,
-                windows=(None,),
-                causal_block=(False,),
-                block_size=4,
-                target_layer_ids=(0,),
-                num_target_layers=2,
-            ),
+    return (
+        dataclasses.replace(target, **small, num_layers=2, windows=(None,) * 2),
+        dataclasses.replace(
+            drafter,
+            **small,
+            num_layers=1,
+            windows=(None,),
+            causal_block=(False,),
+            block_size=4,
+            target_layer_ids=(0,),
+            num_target_layers=2,
         ),
-        strict=True,
     )
-)
+
+
+SHAPES["tiny"] = _tiny()

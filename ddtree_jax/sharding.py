@@ -28,14 +28,20 @@ def parameter_specs(state: nnx.State):
     return jax.tree.map(spec, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
-def check_divides(config: DecoderConfig, shards: int, name: str) -> None:
-    """Raises InputError where a model cannot be split into `shards` parts."""
-    for key, size in (
-        ("num_key_value_heads", config.num_kv_heads),
-        ("intermediate_size", config.intermediate_size),
-    ):
-        if size % shards:
-            raise InputError(f"{name}: '{key}' is {size}, which {shards} shards do not divide")
+def check_mesh(mesh: Mesh, target: DecoderConfig, drafter: DecoderConfig | None) -> None:
+    """Raises InputError where the models cannot be split over the mesh."""
+    if mesh.shape[DATA] > 1:
+        raise InputError(f"the mesh has {mesh.shape[DATA]} data shards; only 1 is supported yet")
+    shards = mesh.shape[MODEL]
+    for name, config in (("target", target), ("drafter", drafter)):
+        if config is None:
+            continue
+        for key in ("num_kv_heads", "intermediate_size"):
+            size = getattr(config, key)
+            if size % shards:
+                raise InputError(
+                    f"the {name}'s {key} is {size}, which {shards} shards do not divide"
+                )
 
 
 def state_specs(state):

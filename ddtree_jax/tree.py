@@ -67,10 +67,7 @@ def _child_pairs(budget: int, ranks: int, spare: int) -> tuple[np.ndarray, np.nd
     before it. The first `spare` nodes may stand outside that order (a pinned chain).
     """
     pairs = [
-        (i, j)
-        for i in range(budget)
-        for j in range(ranks)
-        if i < spare or (i + 1 - spare) * (j + 1) <= budget
+        (i, j) for i in range(budget) for j in range(ranks) if (i + 1 - spare) * (j + 1) <= budget
     ]
     first, second = np.array(pairs, np.int32).T
     return first, second
@@ -102,7 +99,7 @@ def _build_row(scores_lr: jax.Array, budget: int, chain_seed: bool) -> tuple[jax
     size = min(budget, ranks)
     index = jnp.arange(budget, dtype=jnp.int32)
     pool = dict(
-        score=jnp.zeros((budget,), jnp.int32).at[:size].set(scores_lr[0, :size]),
+        score=jnp.pad(scores_lr[0, :size], (0, budget - size)),
         rank=index,
         parent=jnp.full((budget,), -1, jnp.int32),
         depth=jnp.ones((budget,), jnp.int32),

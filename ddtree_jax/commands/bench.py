@@ -123,7 +123,7 @@ def _acceptance(args) -> int:
             taus = [each["tau"] for each in row["sets"].values() if each["tau"] is not None]
             row["mean_tau"] = float(np.mean(taus)) if taus else None
             rows.append(row)
-            console.print(f"{label}: mean tau {row['mean_tau']:.3f}")
+            console.print(f"{label}: mean tau {row['mean_tau'] or 0:.3f}")
     table = Table(title=f"Acceptance length (tau), {jax.devices()[0].device_kind}")
     for column in ("mode", *sets, "mean", "same as AR"):
         table.add_column(column, justify="left" if column == "mode" else "right")

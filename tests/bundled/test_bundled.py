@@ -87,5 +87,3 @@ def test_command_line(tmp_path, capsys):
     (run,) = json.loads(out.read_text())["runs"]
     assert run["mode"] == "ddtree"
     assert run["text"].strip() in capsys.readouterr().out
-
-

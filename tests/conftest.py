@@ -1,0 +1,42 @@
+"""Compiled programs of one test session are shared through a cache that dies with it."""
+
+import os
+import shutil
+import tempfile
+
+import pytest
+
+
+def pytest_configure(config):
+    # Before anything imports jax. A cache that the caller has chosen is left alone; without one,
+    # `ddtree_jax.load` would keep the programs of tests in the user's own cache.
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        folder = tempfile.mkdtemp(prefix="ddtree-tests-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+
+def pytest_collection_modifyitems(config, items):
+    """For `--dist loadgroup`: what shares engines runs in one worker (a golden pair, a file)."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            parameters = getattr(item, "callspec", None)
+            pair = parameters.params.get("pair", "") if parameters else ""
+            item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}-{pair}"))
+
+
+@pytest.fixture(scope="session")
+def golden_engine():
+    """golden_engine(pair): a float32 engine of 16 rows, one a pair, and its programs, shared."""
+    import pairs
+
+    engines = {}
+
+    def engine(name: str):
+        if name not in engines:
+            engines[name] = pairs.engine(name, batch_size=16, prefill_chunk=24)
+        return engines[name]
+
+    return engine

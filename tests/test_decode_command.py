@@ -1,0 +1,514 @@
+"""scripts/decode.py: its errors, its JSON, its comparison, prompts of text, streamed text."""
+
+import json
+import shutil
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pairs import ORACLE, golden
+
+from ddtree_jax import text
+from ddtree_jax.commands import decode
+from ddtree_jax.commands.prompts import from_file
+
+NAME = "qwen3_gqa"
+TARGET, DRAFT = str(ORACLE / NAME / "target"), str(ORACLE / NAME / "draft")
+PAIR = ["--target", TARGET, "--draft", DRAFT]
+# One set of shapes for all tests, so that they share compiled programs.
+SMALL = ["--dtype", "float32", "--max-new-tokens", "24", "--tree-budget", "7", "--ignore-eos"]
+PROMPT = golden(NAME)["prompts"][0]
+WANTED = golden(NAME)["ar"][0][:24]
+
+
+@pytest.fixture
+def ids(tmp_path):
+    """ids(value): a --prompt-ids file."""
+
+    def write(value=PROMPT, name="ids.json"):
+        path = tmp_path / name
+        path.write_text(value if isinstance(value, str) else json.dumps(value))
+        return str(path)
+
+    return write
+
+
+def run(capsys, *argv):
+    code = decode.main(list(argv))
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def refused(capsys, argv, *words):
+    """Exit 2 and one clear sentence, without a traceback."""
+    code, out, err = run(capsys, *argv)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert err.endswith("\n")
+    for word in words:
+        assert word in err
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--top-k", "5"),
+        ("--top-p", "0.9"),
+        ("--min-p", "0.1"),
+        ("--repetition-penalty", "1.1"),
+        ("--presence-penalty", "0.5"),
+        ("--frequency-penalty", "0.5"),
+        ("--logit-bias", "3=1.5"),
+        ("--logprobs", None),
+        ("--min-new-tokens", "4"),
+        ("--stop", "END"),
+        ("--n", "2"),
+        ("--tp", "2"),
+        ("--data", "2"),
+        ("--trace", "trace.html"),
+        ("--chat", None),
+        ("--tree-budget", "auto"),
+        ("--draft-noise", "on"),
+        ("--attention", "mosaic"),
+    ],
+)
+def test_flags_of_later_are_refused_by_name(capsys, ids, flag, value):
+    argv = [flag] if value is None else [flag, value]
+    refused(capsys, [*PAIR, "--prompt-ids", ids(), *argv], flag, "not supported yet")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--no-such-flag"], ["--no-such-flag"]),
+        (["--mode", "tree"], ["--mode", "tree"]),
+        (["--dtype", "int8"], ["--dtype"]),
+        (["--tree-budget", "0"], ["budget is 0"]),
+        (["--tree-budget", "-3"], ["budget is -3"]),
+        (["--tree-budget", "many"], ["--tree-budget", "many"]),
+        (["--max-new-tokens", "0"], ["max_new_tokens is 0"]),
+        (["--max-new-tokens", "x"], ["--max-new-tokens"]),
+        (["--temperature", "-1"], ["temperature is -1"]),
+        (["--seed", "-1"], ["seed is -1"]),
+        (["--batch-size", "0"], ["batch size is 0"]),
+        (["--max-length", "0"], ["maximum length is 0"]),
+        (["--max-length", "513"], ["maximum length is 513", "512"]),
+        (["--prefill-chunk", "0"], ["prefill chunk is 0"]),
+        (["--raw"], ["--prompt-ids", "--raw"]),
+        (["--system", "Be brief."], ["--prompt-ids", "--system"]),
+        (["a prompt"], ["PROMPT", "--prompt-ids"]),
+    ],
+)
+def test_bad_usage(capsys, ids, argv, words):
+    refused(capsys, [*PAIR, "--prompt-ids", ids(), *argv], *words)
+
+
+def test_two_prompt_files(capsys, ids, tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("Hello.\n")
+    both = ["--prompt-file", str(path), "--prompt-ids", ids()]
+    refused(capsys, [*PAIR, *both], "--prompt-file", "--prompt-ids", "only one")
+
+
+def test_one_model_without_the_other(capsys, ids):
+    prompt = ["--prompt-ids", ids()]
+    for extra in (["--mode", "ddtree"], ["--mode", "dflash"], ["--mode", "ar", "--compare"], []):
+        refused(capsys, ["--target", TARGET, *prompt, *extra], "--target alone", "--draft")
+    refused(capsys, ["--draft", DRAFT, *prompt], "--draft needs --target")
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ([], ["non-empty"]),
+        ([[1, 2], []], ["non-empty"]),
+        ("", ["not valid JSON"]),
+        ("{", ["not valid JSON"]),
+        ({"a": 1}, ["list of token ids"]),
+        ([1, "2"], ["list of token ids"]),
+        ([1, True], ["list of token ids"]),
+        ([1.5], ["list of token ids"]),
+        ([1, 128], ["prompt 0", "0..127"]),
+        ([[1], [1, -1]], ["prompt 1", "0..127"]),
+        ([1] * 512, ["512 tokens"]),
+    ],
+)
+def test_bad_token_ids(capsys, ids, value, words):
+    refused(capsys, [*PAIR, *SMALL, "--prompt-ids", ids(value)], *words)
+
+
+def test_prompt_as_long_as_the_maximum_length(capsys, ids):
+    argv = [*PAIR, *SMALL, "--max-length", "20", "--prompt-ids", ids([1] * 20)]
+    refused(capsys, argv, "20 tokens", "maximum length")
+
+
+def test_files_that_do_not_exist(capsys, ids, tmp_path):
+    missing = str(tmp_path / "missing")
+    refused(capsys, [*PAIR, "--prompt-ids", missing], missing, "no such file")
+    refused(capsys, [*PAIR, "--prompt-file", missing], missing, "no such file")
+    prompt = ["--prompt-ids", ids()]
+    refused(capsys, ["--target", missing, "--draft", DRAFT, *prompt], missing)
+    refused(capsys, ["--target", TARGET, "--draft", missing, *prompt], missing)
+
+
+def test_json_paths_that_cannot_be_written(capsys, ids, tmp_path):
+    (tmp_path / "file").write_text("kept")
+    argv = [*PAIR, "--prompt-ids", ids(), "--json"]
+    refused(capsys, [*argv, str(tmp_path)], str(tmp_path), "folder")
+    refused(capsys, [*argv, str(tmp_path / "file" / "out.json")], "out.json", "cannot be written")
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+@pytest.fixture
+def edited(tmp_path):
+    """edited(role, **changes): a copy of a model with other values in its config.json."""
+
+    def copy(role, **changes):
+        folder = tmp_path / role
+        shutil.copytree(ORACLE / NAME / role, folder)
+        path = folder / "config.json"
+        config = json.loads(path.read_text())
+        for key, value in changes.items():
+            owner = config["dflash_config"] if key in config.get("dflash_config", {}) else config
+            owner[key] = value
+            if value is None:
+                del owner[key]
+        path.write_text(json.dumps(config))
+        return str(folder)
+
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("role", "changes", "words"),
+    [
+        ("target", {"architectures": ["MambaForCausalLM"]}, ["architectures", "Mamba"]),
+        ("target", {"hidden_size": None}, ["hidden_size", "missing"]),
+        ("draft", {"mask_token_id": None}, ["mask_token_id"]),
+        ("draft", {"target_layer_ids": None}, ["target_layer_ids"]),
+        ("draft", {"block_size": None}, ["block_size"]),
+        ("draft", {"hidden_size": 48}, ["hidden_size", "48", "40"]),
+        ("draft", {"num_target_layers": 6}, ["num_target_layers", "6", "5"]),
+        ("draft", {"vocab_size": 96}, ["vocab_size", "96", "128"]),
+        ("draft", {"mask_token_id": 128}, ["mask_token_id", "128"]),
+        ("draft", {"target_layer_ids": [1, 2, 5]}, ["target_layer_ids", "5"]),
+    ],
+)
+def test_models_that_are_refused(capsys, ids, edited, role, changes, words):
+    folder = edited(role, **changes)
+    models = {"target": TARGET, "draft": DRAFT} | {role: folder}
+    argv = ["--target", models["target"], "--draft", models["draft"], "--prompt-ids", ids()]
+    refused(capsys, argv, folder, *words)
+
+
+def test_folders_that_are_no_model(capsys, ids, tmp_path):
+    (tmp_path / "empty").mkdir()
+    empty, prompt = str(tmp_path / "empty"), ["--prompt-ids", ids()]
+    refused(capsys, ["--target", empty, "--draft", DRAFT, *prompt], empty)
+    refused(capsys, ["--target", TARGET, "--draft", empty, *prompt], empty)
+    refused(capsys, ["--target", DRAFT, "--draft", DRAFT, *prompt], "drafter")
+    refused(capsys, ["--target", TARGET, "--draft", TARGET, *prompt], "drafter")
+
+
+def test_debug_shows_the_traceback(capsys, tmp_path):
+    argv = [*PAIR, "--prompt-ids", str(tmp_path / "missing"), "--debug"]
+    code, _, err = run(capsys, *argv)
+    assert code == 2
+    assert "Traceback" in err
+    assert err.splitlines()[-1].startswith("error: ")
+
+
+def test_text_needs_a_tokenizer(capsys):
+    refused(capsys, [*PAIR, *SMALL, "Hello."], TARGET, "tokenizer.json", "--prompt-ids")
+
+
+# Results.
+
+KEYS = {
+    "prompt_index": int,
+    "sample_index": int,
+    "mode": str,
+    "tree_budget": int | None,
+    "prompt_tokens": int,
+    "output_ids": list,
+    "text": str | None,
+    "finish_reason": str,
+    "rounds": int,
+    "accept_lengths": list,
+    "tau": float | None,
+    "time_to_first_token_s": float,
+    "decode_s": float,
+    "tokens_per_s": float | None,
+    "attention": str,
+    "device": str,
+}
+
+
+def check_run(entry):
+    for key, kind in KEYS.items():
+        assert isinstance(entry[key], kind), key
+    assert len(entry["output_ids"]) == 1 + sum(entry["accept_lengths"])
+    assert entry["rounds"] == len(entry["accept_lengths"])
+    assert entry["finish_reason"] in ("stop", "length")
+    assert entry["sample_index"] == 0
+    if entry["rounds"]:
+        assert entry["tau"] == pytest.approx(sum(entry["accept_lengths"]) / entry["rounds"])
+    else:
+        assert entry["tau"] is entry["tokens_per_s"] is None
+
+
+@pytest.mark.parametrize(
+    ("mode", "budget"), [("ar", None), ("dflash", None), ("ddtree", 7)], ids=str
+)
+def test_json_on_stdout_and_nothing_else(capsys, ids, mode, budget):
+    argv = [*PAIR, *SMALL, "--mode", mode, "--prompt-ids", ids(), "--json", "-"]
+    code, out, _ = run(capsys, *argv)
+    result = json.loads(out)
+    assert code == 0
+    assert result["schema"] == 1
+    (entry,) = result["runs"]
+    check_run(entry)
+    assert (entry["mode"], entry["tree_budget"]) == (mode, budget)
+    assert entry["output_ids"] == WANTED
+    assert entry["prompt_tokens"] == len(PROMPT)
+    assert entry["text"] is None
+    assert "compare" not in result
+
+
+def test_json_in_a_file_beside_the_ids_on_stdout(capsys, ids, tmp_path):
+    path = tmp_path / "new" / "out.json"
+    argv = [*PAIR, *SMALL, "--prompt-ids", ids(), "--json", str(path), "--quiet"]
+    code, out, err = run(capsys, *argv)
+    assert (code, err) == (0, "")
+    assert [int(word) for word in out.split()] == WANTED
+    (entry,) = json.loads(path.read_text())["runs"]
+    check_run(entry)
+    assert entry["output_ids"] == WANTED
+    assert [file.name for file in path.parent.iterdir()] == ["out.json"]  # no temporary file left
+
+
+def test_one_token_has_no_round(capsys, ids):
+    argv = [*PAIR, *SMALL, "--max-new-tokens", "1", "--prompt-ids", ids(), "--json", "-"]
+    code, out, _ = run(capsys, *argv)
+    (entry,) = json.loads(out)["runs"]
+    check_run(entry)
+    assert (code, entry["output_ids"], entry["rounds"]) == (0, WANTED[:1], 0)
+
+
+def test_compare(capsys, ids):
+    prompts = golden(NAME)["prompts"][:2]
+    argv = [*PAIR, *SMALL, "--prompt-ids", ids(prompts), "--compare", "--json", "-"]
+    code, out, err = run(capsys, *argv)
+    result = json.loads(out)
+    assert code == 0
+    assert "All texts agree." in err
+    compare = result["compare"]
+    assert compare["texts_agree"] is True
+    assert compare["differences"] == []
+    assert [row["mode"] for row in compare["rows"]] == ["ar", "dflash", "ddtree"]
+    assert all({"tau", "tokens_per_s", "speed_up"} <= set(row) for row in compare["rows"])
+    assert len(result["runs"]) == 6
+    for entry in result["runs"]:
+        check_run(entry)
+        assert entry["output_ids"] == golden(NAME)["ar"][entry["prompt_index"]][:24]
+
+
+def test_compare_fails_where_float32_texts_differ(capsys, ids, monkeypatch):
+    """A wrong mode must not pass: here the tree's texts end one token early."""
+    original = decode._Session.decode
+
+    def wrong(self, options, *, show):
+        runs = original(self, options, show=show)
+        for entry in runs if options.mode == "ddtree" else ():
+            entry.generation.output_ids[3] ^= 1
+        return runs
+
+    monkeypatch.setattr(decode._Session, "decode", wrong)
+    code, out, err = run(capsys, *PAIR, *SMALL, "--prompt-ids", ids(), "--compare", "--json", "-")
+    compare = json.loads(out)["compare"]
+    assert code == 1
+    assert "All texts agree." not in err
+    assert compare["texts_agree"] is False
+    (difference,) = compare["differences"]
+    assert (difference["mode"], difference["position"]) == ("ddtree", 3)
+    assert difference["top2_gap"] > 0
+
+
+# Text.
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking is defined %}"
+    "{{ '?' if enable_thinking else '!' }}{% endif %}{% endif %}"
+)
+SPECIAL = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
+
+
+def write_tokenizer(folder, byte_tokens):
+    """Characters and bytes as tokens: 128 in all when `byte_tokens` are few."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+
+    names = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in byte_tokens)]
+    names += [chr(code) for code in range(32, 127)]
+    vocabulary = {name: index for index, name in enumerate(names)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return vocabulary
+
+
+@pytest.fixture(scope="module")
+def spoken(tmp_path_factory):
+    """The target with a tokenizer whose 128 tokens hold some bytes of longer characters."""
+    folder = tmp_path_factory.mktemp("spoken") / "target"
+    shutil.copytree(TARGET, folder)
+    bytes_of = sorted({*"é€🙂".encode(), *range(0x80, 0x96)})[:29]
+    assert len(write_tokenizer(folder, bytes_of)) == 128
+    return folder, text.load_tokenizer(folder)
+
+
+def spoken_runs(capsys, spoken, *argv):
+    folder, _ = spoken
+    code, out, err = run(
+        capsys, "--target", str(folder), "--draft", DRAFT, *SMALL, "--json", "-", *argv
+    )
+    assert code == 0, err
+    return json.loads(out)["runs"]
+
+
+def test_streamed_text_is_the_text(capsys, spoken, tmp_path):
+    folder, tokenizer = spoken
+    path = tmp_path / "out.json"
+    argv = ["--target", str(folder), "--draft", DRAFT, *SMALL, "--json", str(path), "Hello."]
+    outputs = []
+    for extra in ([], ["--no-stream"]):
+        code, out, _ = run(capsys, *argv, *extra)
+        assert code == 0
+        (entry,) = json.loads(path.read_text())["runs"]
+        assert entry["text"] == tokenizer.decode(entry["output_ids"], skip_special_tokens=True)
+        outputs.append(out)
+        assert out == entry["text"] + "\n"
+    assert outputs[0] == outputs[1]
+
+
+def test_prompt_text_goes_through_the_template(capsys, spoken):
+    def tokens(*argv):
+        return [entry["prompt_tokens"] for entry in spoken_runs(capsys, spoken, *argv)]
+
+    # <|user|> Hello. <|end|> <|assistant|>
+    assert tokens("Hello.") == [9]
+    assert tokens("--raw", "Hello.") == [6]
+    assert tokens("--thinking", "Hello.") == tokens("--no-thinking", "Hello.") == [10]
+    assert tokens("--system", "Hi", "Hello.") == [13]
+    assert tokens("Hello.", "Hi") == [9, 5]
+
+
+def test_a_conversation_holds_its_answers(capsys, spoken, tmp_path):
+    path = tmp_path / "turns.jsonl"
+    lines = [{"turns": ["Hi", "And?"]}, {"prompt": "Yes"}]
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    runs = spoken_runs(capsys, spoken, "--prompt-file", str(path))
+    assert [(entry["prompt_index"], entry["turn"]) for entry in runs] == [(0, 0), (1, 0), (0, 1)]
+    _, tokenizer = spoken
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": runs[0]["text"]},
+        {"role": "user", "content": "And?"},
+    ]
+    assert runs[2]["prompt_tokens"] == len(text.encode_chat(tokenizer, messages))
+
+
+def test_no_template_needs_raw(capsys, spoken, tmp_path):
+    folder = tmp_path / "target"
+    shutil.copytree(spoken[0], folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    argv = ["--target", str(folder), "--draft", DRAFT, *SMALL, "Hello."]
+    refused(capsys, argv, "chat template", "--raw")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", ["empty"]),
+        ("\n  \n", ["empty"]),
+        ('{"prompt": "a"}\n{"prompt": \n', ["line 2", "not valid JSON"]),
+        ('{"prompt": "a"}\n{"text": "b"}\n', ["line 2", "'prompt' or 'turns'"]),
+        ('{"prompt": ""}\n', ["line 1", "'prompt'"]),
+        ('{"prompt": 3}\n', ["line 1", "'prompt' is 3"]),
+        ('{"turns": []}\n', ["line 1", "'turns'"]),
+        ('{"turns": ["a", " "]}\n', ["line 1", "'turns'"]),
+    ],
+)
+def test_bad_prompt_files(capsys, tmp_path, content, words):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(content)
+    refused(capsys, [*PAIR, "--prompt-file", str(path)], str(path), *words)
+
+
+def test_empty_prompts(capsys):
+    refused(capsys, [*PAIR, "Hello.", " "], "prompt 1 is empty")
+
+
+def test_plain_prompt_files(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("One line.\n\nAnother: é.\n", encoding="utf-8")
+    assert [each.turns for each in from_file(str(path))] == [("One line.",), ("Another: é.",)]
+
+
+@pytest.fixture(scope="module")
+def byte_tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bytes")
+    write_tokenizer(folder, range(256))
+    return text.load_tokenizer(folder)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    content=st.text(st.sampled_from("ab é€🙂漢\u0301\u200d"), max_size=20),
+    sizes=st.lists(st.integers(1, 6), min_size=1),
+)
+def test_stream_never_shows_half_a_character(byte_tokenizer, content, sizes):
+    ids = byte_tokenizer.encode(content)
+    decoder, pieces, start = text.StreamDecoder(byte_tokenizer), [], 0
+    while start < len(ids):
+        size = sizes[len(pieces) % len(sizes)]
+        start += size
+        pieces.append(decoder.push(ids[start - size : start], final=start >= len(ids)))
+        # What is shown is a beginning of the text.
+        assert content.startswith("".join(pieces))
+    assert "".join(pieces) == content
+
+
+def test_stream_releases_half_a_character_at_the_end(byte_tokenizer):
+    ids = byte_tokenizer.encode("a€")
+    decoder = text.StreamDecoder(byte_tokenizer)
+    assert decoder.push(ids[:2]) in ("", "a")
+    whole = byte_tokenizer.decode(ids[:3])
+    decoder = text.StreamDecoder(byte_tokenizer)
+    assert decoder.push(ids[:1]) + decoder.push(ids[1:3], final=True) == whole
+
+
+def test_stream_keeps_the_spaces_of_a_tokenizer_that_drops_the_first():
+    """Sentencepiece style: a token's space is shown only where another token stands before it."""
+    from tokenizers import Tokenizer, decoders, models
+
+    words = ["▁one", "▁two", "s", "▁", "."]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "."))
+    tokenizer.decoder = decoders.Metaspace()
+    ids = [0, 1, 2, 0, 4, 1, 3, 0, 2, 1]
+    whole = tokenizer.decode(ids)
+    assert whole == "one twos one. two  ones two"
+    for size in (1, 2, 3):
+        decoder = text.StreamDecoder(tokenizer)
+        pieces = [decoder.push(ids[start : start + size]) for start in range(0, len(ids), size)]
+        assert "".join(pieces) == whole

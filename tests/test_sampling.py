@@ -1,0 +1,217 @@
+"""The noise of a position, the choice, the drafter's candidates and the cut of a round."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddtree_jax import sampling
+
+V = 96
+
+
+def noise(seed, sample, position, size=V):
+    return np.asarray(sampling.gumbel(jnp.uint32(seed), jnp.uint32(sample), position, size))
+
+
+@functools.partial(jax.jit, static_argnames=("max_depth", "sampled"))
+def choose(logits, depths, length, max_depth, temperature, seed, sample, sampled):
+    return sampling.choose(
+        logits,
+        depths,
+        length,
+        max_depth,
+        temperature_b=temperature,
+        seed_b=seed,
+        sample_b=sample,
+        sampled=sampled,
+    )
+
+
+def rows(count, temperature=1.0, seed=0, sample=0):
+    return (
+        jnp.full(count, temperature, jnp.float32),
+        jnp.full(count, seed, jnp.uint32),
+        jnp.full(count, sample, jnp.uint32),
+    )
+
+
+def test_noise_of_a_token_does_not_know_the_vocabulary():
+    whole = noise(3, 0, 17, 512)
+    for size in (1, 2, 95, 96, 128, 511):
+        np.testing.assert_array_equal(noise(3, 0, 17, size), whole[:size])
+
+
+def test_noise_differs_by_seed_sample_and_position():
+    places = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1), (2**32 - 1, 0, 0)]
+    values = [noise(*place) for place in places]
+    for first in range(len(values)):
+        for second in range(first):
+            assert (values[first] != values[second]).mean() > 0.9
+    assert all(np.isfinite(value).all() for value in values)
+
+
+def test_choice_depends_on_position_alone():
+    """The same logits at the same position choose the same, whatever node, depth, row, padding."""
+    generator = np.random.default_rng(0)
+    logits = generator.standard_normal((9, V)).astype(np.float32)  # by depth
+    tree = np.array([0, 1, 1, 2, 2, 3, 1, 8])  # depths, siblings included
+    length = 40
+    wanted = [
+        int(np.argmax(logits[d] / np.float32(0.7) + noise(5, 2, length + d + 1))) for d in range(9)
+    ]
+    assert len(set(wanted)) > 4
+    assert wanted != logits.argmax(axis=1).tolist()
+
+    got = choose(
+        jnp.asarray(logits[tree])[None], jnp.asarray(tree)[None], jnp.array([length]), 8,
+        *rows(1, 0.7, 5, 2), True,
+    )  # fmt: skip
+    assert got[0].tolist() == [wanted[depth] for depth in tree]
+    # As the only node of a tree, one position at a time, in another row of a batch.
+    depth_zero = choose(
+        jnp.asarray(logits)[:, None], jnp.zeros((9, 1), int), length + jnp.arange(9), 0,
+        *rows(9, 0.7, 5, 2), True,
+    )  # fmt: skip
+    assert depth_zero[:, 0].tolist() == wanted
+    padded = np.pad(logits, ((0, 0), (0, 128 - V)), constant_values=-np.inf)
+    got = choose(
+        jnp.asarray(padded[tree])[None], jnp.asarray(tree)[None], jnp.array([length]), 8,
+        *rows(1, 0.7, 5, 2), True,
+    )  # fmt: skip
+    assert got[0].tolist() == [wanted[depth] for depth in tree]
+
+
+PROBABILITIES = np.array([0.4, 0.25, 0.2, 0.1, 0.04, 0.01])
+CHI_SQUARE = {5: 20.5, 35: 66.6}  # exceeded with probability 0.001
+
+
+def chi_square(counts, expected):
+    assert counts.sum() == pytest.approx(expected.sum())
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    assert statistic < CHI_SQUARE[counts.size - 1]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_distribution_of_the_choice(temperature):
+    count = 8192
+    logits = jnp.asarray(np.log(PROBABILITIES) * temperature, jnp.float32)
+    temperatures, _, samples = rows(count, temperature)
+    got = choose(
+        jnp.broadcast_to(logits, (count, 2, 6)),
+        jnp.broadcast_to(jnp.arange(2), (count, 2)),
+        jnp.full(count, 7),
+        1,
+        temperatures,
+        jnp.arange(count, dtype=jnp.uint32),
+        samples,
+        True,
+    )
+    first, second = np.asarray(got).T
+    chi_square(np.bincount(first, minlength=6), count * PROBABILITIES)
+    chi_square(np.bincount(second, minlength=6), count * PROBABILITIES)
+    # Neighbouring positions are independent.
+    pairs = np.bincount(first * 6 + second, minlength=36)
+    chi_square(pairs, count * np.outer(PROBABILITIES, PROBABILITIES).ravel())
+
+
+def test_distribution_over_the_samples_and_positions_of_one_seed():
+    count = 8192
+    logits = jnp.broadcast_to(jnp.asarray(np.log(PROBABILITIES), jnp.float32), (count, 1, 6))
+    zeros, number = jnp.zeros((count, 1), int), jnp.arange(count, dtype=jnp.uint32)
+    temperature, seed, sample = rows(count, 1.0, 9)
+    for length, samples in [(jnp.zeros(count, int), number), (jnp.arange(count), sample)]:
+        got = choose(logits, zeros, length, 0, temperature, seed, samples, True)
+        chi_square(np.bincount(np.asarray(got)[:, 0], minlength=6), count * PROBABILITIES)
+
+
+def test_greedy_rows_in_a_sampled_program():
+    generator = np.random.default_rng(1)
+    logits = jnp.asarray(generator.standard_normal((4, 3, V)), jnp.float32)
+    depths = jnp.broadcast_to(jnp.arange(3), (4, 3))
+    temperature = jnp.array([0.0, 3.0, 0.0, 3.0])
+    arguments = (logits, depths, jnp.full(4, 11), 2, temperature, *rows(4)[1:])
+    got, best = choose(*arguments, True), np.asarray(logits).argmax(axis=-1)
+    np.testing.assert_array_equal(np.asarray(got)[::2], best[::2])
+    assert (np.asarray(got)[1::2] != best[1::2]).any()
+    np.testing.assert_array_equal(np.asarray(choose(*arguments, False)), best)
+
+
+def test_argmax_takes_the_lowest_id_on_ties():
+    logits = jnp.array([[1.0, 5.0, 5.0, -jnp.inf], [2.0, 2.0, 2.0, 2.0]])
+    assert sampling.argmax(logits, None).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "count", "remaining", "stops", "emitted", "done"),
+    [
+        ([1, 2, 3, 4], 4, 9, [7], 4, False),  # nothing to cut
+        ([7, 2, 3, 4], 4, 9, [7], 1, True),  # stop first
+        ([1, 7, 3, 4], 4, 9, [7], 2, True),  # stop in the middle
+        ([1, 2, 3, 7], 4, 9, [7], 4, True),  # stop last
+        ([1, 7, 8, 7], 4, 9, [8, 7], 2, True),  # the first of several
+        ([1, 2, 7, 4], 2, 9, [7], 2, False),  # a stop that was not accepted
+        ([1, 2, 3, 4], 4, 3, [7], 3, True),  # the limit inside
+        ([1, 2, 3, 4], 4, 4, [7], 4, True),  # the limit at the end
+        ([1, 2, 3, 7], 4, 3, [7], 3, True),  # the limit before the stop
+        ([1, 7, 3, 4], 4, 3, [7], 2, True),  # the stop before the limit
+        ([1, 2, 7, 4], 4, 3, [7], 3, True),  # both at one token
+        ([1, 2, 3, 4], 1, 1, [7], 1, True),  # one token left
+        ([0, 0, 0, 0], 4, 9, [], 4, False),  # an unused stop slot is no token
+        ([7, 7, 7, 7], 0, 9, [7], 0, False),  # a finished row emits nothing
+    ],
+)
+def test_stop_cut(tokens, count, remaining, stops, emitted, done):
+    slots = [*stops, *[-1] * (3 - len(stops))]
+    got = sampling.stop_cut(
+        jnp.array([tokens]), jnp.array([count]), jnp.array([remaining]), jnp.array([slots])
+    )
+    assert (int(got[0][0]), bool(got[1][0])) == (emitted, done)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    st.lists(st.integers(0, 5), min_size=6, max_size=6),
+    st.integers(1, 6),
+    st.integers(1, 8),
+    st.sets(st.integers(0, 5), max_size=3),
+)
+def test_stop_cut_like_a_loop(tokens, count, remaining, stops):
+    wanted, finished = 0, False
+    for token in tokens[:count]:
+        wanted += 1
+        finished = token in stops or wanted == remaining
+        if finished:
+            break
+    test_stop_cut(tokens, count, remaining, sorted(stops), wanted, finished)
+
+
+@pytest.mark.parametrize("ranks", [1, 7, 24, 32])
+@pytest.mark.parametrize("kind", ["normal", "ties", "all equal", "certain"])
+def test_draft_candidates(kind, ranks):
+    real, generator = 24, np.random.default_rng(2)
+    logits = np.full((2, 3, 32), -np.inf, np.float32)  # eight columns only pad the vocabulary
+    logits[..., :real] = {
+        "normal": generator.standard_normal((2, 3, real)) * 3,
+        "ties": generator.integers(0, 3, (2, 3, real)),
+        "all equal": np.full((2, 3, real), 2.5),
+        "certain": 1000.0 * np.eye(real)[generator.integers(0, real, (2, 3))],
+    }[kind]
+    tokens, scores = sampling.draft_candidates(jnp.asarray(logits), ranks)
+    tokens, scores = np.asarray(tokens), np.asarray(scores)
+    wide = logits.astype(np.float64)
+    top = wide.max(axis=-1, keepdims=True)
+    log_probs = wide - top - np.log(np.exp(wide - top).sum(axis=-1, keepdims=True))
+    order = np.argsort(-log_probs, axis=-1, kind="stable")[..., :ranks]
+    np.testing.assert_array_equal(tokens, order)
+    np.testing.assert_allclose(scores, np.take_along_axis(log_probs, order, -1), atol=2e-5)
+    assert (scores <= 0).all()
+    assert (np.diff(scores[..., :real], axis=-1) <= 0).all()
+    assert (tokens[..., :real] < real).all()
+    assert (scores[..., real:] == -np.inf).all()
+    if kind == "certain":
+        assert (scores[..., 0] == 0).all()
