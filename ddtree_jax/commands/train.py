@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import random
 import sys
 import time
@@ -15,7 +14,7 @@ import numpy as np
 from flax import nnx
 from rich.console import Console
 
-from ddtree_jax import api, paths
+from ddtree_jax import api
 from ddtree_jax.commands import shell
 from ddtree_jax.config import DrafterConfig, TargetConfig
 from ddtree_jax.errors import InputError
@@ -184,7 +183,7 @@ def _held_out(paths_: list[Path], length: int, seed: int) -> tuple[data.Rows, da
 def _train(args, console: Console) -> None:
     import convert
 
-    source = convert.open_model(args.target or paths.bundled_target(), drafter=False)
+    source = convert.open_model(args.target or api.bundled_target(), drafter=False)
     config = drafter_config(source.config, args)
     work = Path(args.work)
     with console.status("Packing"):
@@ -202,7 +201,10 @@ def _train(args, console: Console) -> None:
     state = convert.to_state(abstract, source.load(args.dtype))
     target = nnx.merge(graphdef, jax.tree.map(jnp.asarray, state))
 
+    last: dict = {}
+
     def report(entry: dict) -> None:
+        last.update(entry)
         console.print(
             f"step {entry['step']:6d}  {entry['kind']:9s}  loss {entry['loss']:.3f}  "
             f"tau {entry['tau']:.3f}  slots {entry['slot_accuracy'][:4]}  {entry['seconds']:.0f} s"
@@ -226,8 +228,9 @@ def _train(args, console: Console) -> None:
         "train": dataclasses.asdict(train_config),
         "loss": dataclasses.asdict(loss_config),
         "device": jax.devices()[0].device_kind,
+        "held_out": last,
     }
-    (work / "recipe.json").write_text(json.dumps(recipe, indent=1))
+    shell.write_json(str(work / "recipe.json"), recipe)
 
 
 def _export(args, console: Console) -> None:
@@ -236,7 +239,7 @@ def _export(args, console: Console) -> None:
 
     if args.out is None:
         raise InputError("--out is missing; expected the folder for the drafter")
-    source = convert.open_model(args.target or paths.bundled_target(), drafter=False)
+    source = convert.open_model(args.target or api.bundled_target(), drafter=False)
     config = drafter_config(source.config, args)
     stored = Path(args.work) / "drafter.npz"
     if not stored.exists():

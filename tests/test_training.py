@@ -1,0 +1,216 @@
+"""Drafter training: packing, the loss against the decoding path, the loop, export, the command."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from pairs import ORACLE, golden, models
+
+import convert
+from convert.export import export_drafter
+from ddtree_jax import cache as caches
+from ddtree_jax import tree as trees
+from ddtree_jax.commands.train import main
+from ddtree_jax.models import Drafter, parameter_name
+from ddtree_jax.shapes import SHAPES
+from ddtree_jax.training import data, loop, loss
+
+NAME = "qwen3_gqa"
+
+
+def documents(name=NAME, count=16, copies=1):
+    """The golden texts of a pair as (prompt, answer) documents."""
+    stored = golden(name)
+    pairs = list(zip(stored["prompts"], stored["ar"], strict=True))[:count]
+    return data.Documents.of(pairs * copies)
+
+
+def test_documents_survive_the_disk(tmp_path):
+    docs = documents()
+    docs.save(tmp_path / "a.npz")
+    docs.save(tmp_path / "b.npz")
+    both = data.Documents.load([tmp_path / "a.npz", tmp_path / "b.npz"])
+    assert len(both) == 32
+    assert both.answer_tokens == 2 * docs.answer_tokens == 2 * 16 * 80
+    second = both.select(np.arange(32) >= 16)
+    for field in ("tokens", "starts", "answers"):
+        np.testing.assert_array_equal(getattr(second, field), getattr(docs, field))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.npz", "b.npz"]
+
+
+@pytest.mark.parametrize("length", [50, 128, 300])
+def test_packing_keeps_every_document_whole(length):
+    docs = documents()
+    rows = data.pack(docs, length, seed=1)
+    found = []
+    for row in range(len(rows)):
+        for number in range(rows.document[row].max() + 1):
+            inside = rows.document[row] == number
+            tokens = rows.tokens[row][inside]
+            np.testing.assert_array_equal(rows.position[row][inside], np.arange(len(tokens)))
+            found.append((tokens.tolist(), int((~rows.in_answer[row][inside]).sum())))
+    expected = [
+        (docs.tokens[begin : min(end, begin + length)].tolist(), int(split))
+        for begin, end, split in zip(docs.starts, docs.starts[1:], docs.answers, strict=False)
+    ]
+    assert sorted(found) == sorted(expected)
+
+
+@pytest.mark.parametrize("name", [NAME, "swa_causal", "causal_head"])
+def test_the_loss_sees_what_decoding_sees(name):
+    """Block logits in a packed row equal those of the drafter with its cache, at any anchor."""
+    pair = models(name)
+    target, drafter = pair.target, pair.drafter
+    config = drafter.config
+    rows = data.pack(documents(name, count=2), 256, seed=0)
+    batch = rows.take(np.arange(1))
+    places = np.flatnonzero(batch["in_answer"][0])[[3, 40, 90, 130]]
+    features = loss.features_of(target, config.target_layer_ids, batch)
+    packed = loss.block_logits(drafter, target, features, batch, jnp.asarray(places)[None])[0]
+    for logits, place in zip(packed, places, strict=True):
+        own = batch["document"][0] == batch["document"][0, place]
+        before = jnp.asarray(batch["tokens"][0][own & (np.arange(256) < place)])[None]
+        nothing = caches.empty(target.config, 1, 0, jnp.float32)
+        zero, size = jnp.zeros((1,), jnp.int32), before.shape[1]
+        chain = trees.chain(before)
+        _, context, _ = target(
+            nothing, before, chain.depths, chain.ancestors, zero, config.target_layer_ids
+        )
+        ids = np.full((1, config.block_size), config.mask_token_id)
+        ids[0, 0] = batch["tokens"][0, place]
+        hidden, _ = drafter(
+            caches.empty(config, 1, 0, jnp.float32),
+            zero,
+            context,
+            jnp.full((1,), size),
+            target.embed(jnp.asarray(ids)),
+        )
+        expected = target.logits(hidden[0, 1:])
+        np.testing.assert_allclose(
+            logits[:, : target.config.vocab_size],
+            expected[:, : target.config.vocab_size],
+            atol=2e-4,
+        )
+
+
+def test_a_fitted_drafter_has_the_acceptance_that_decoding_measures():
+    """The metric tau at all anchors is near the golden chain's, and the loss falls with it."""
+    pair = models(NAME)
+    rows = data.pack(documents(), 128, seed=0)
+    batch = rows.take(np.arange(len(rows)))
+    config = loss.LossConfig(anchors=64)
+    _, metrics = loss.block_loss(pair.drafter, pair.target, batch, jax.random.key(0), config)
+    chains = [n for record in golden(NAME)["chain"] for n in record["accept_lengths"]]
+    assert abs(float(metrics["tau"]) - np.mean(chains)) < 1.5
+    fresh = Drafter(pair.drafter.config, rngs=nnx.Rngs(3))
+    _, untrained = loss.block_loss(fresh, pair.target, batch, jax.random.key(0), config)
+    assert untrained["loss"] > 5 * metrics["loss"]
+    assert untrained["tau"] < 1.5
+
+
+def settings(**changes):
+    values = dict(steps=30, rows=4, learning_rate=1e-2, warmup=3, log_every=5, eval_every=30)
+    return loop.TrainConfig(**values | {"save_every": 15} | changes)
+
+
+def test_training_learns_and_resumes_exactly(tmp_path):
+    pair = models(NAME)
+    rows = data.pack(documents(copies=2), 128, seed=0)
+    losses = []
+
+    def run(folder, config):
+        seen = []
+        params = loop.train(
+            pair.target,
+            pair.drafter.config,
+            rows,
+            rows,
+            config,
+            loss.LossConfig(anchors=8),
+            folder,
+            seen.append,
+        )
+        losses.append([entry["loss"] for entry in seen if entry["kind"] == "train"])
+        return params
+
+    whole = run(tmp_path / "whole", settings())
+    assert losses[0][-1] < 0.9 * losses[0][0]
+
+    class StoppedError(Exception):
+        pass
+
+    def stop(entry):
+        if entry["step"] == 20:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        loop.train(
+            pair.target,
+            pair.drafter.config,
+            rows,
+            rows,
+            settings(),
+            loss.LossConfig(anchors=8),
+            tmp_path / "parts",
+            stop,
+        )
+    resumed = run(tmp_path / "parts", settings())
+    assert len(losses[1]) == 3  # from the checkpoint of step 15: steps 20, 25 and 30
+    for name, value in whole.items():
+        np.testing.assert_allclose(resumed[name], value, atol=1e-5, err_msg=name)
+
+
+def test_training_ends_by_the_clock(tmp_path):
+    config = settings(steps=10**9, minutes=1e-9, warmup=1)
+    pair = models(NAME)
+    rows = data.pack(documents(), 128, seed=0)
+    loop.train(
+        pair.target,
+        pair.drafter.config,
+        rows,
+        rows,
+        config,
+        loss.LossConfig(anchors=4),
+        tmp_path,
+        lambda entry: None,
+    )
+    assert loop.learning_rate(config, 5, 1.0) == 0
+    halfway = settings(steps=100, minutes=10, warmup=1)
+    assert loop.learning_rate(halfway, 50, 0) == pytest.approx(1.5e-3)
+    assert loop.learning_rate(halfway, 10, 300) == pytest.approx(1.5e-3)
+
+
+def test_an_exported_drafter_is_a_public_one(tmp_path):
+    target, config = SHAPES["tiny"]
+    drafter = Drafter(config, rngs=nnx.Rngs(0))
+    named = jax.tree.flatten_with_path(nnx.state(drafter))[0]
+    params = {parameter_name(path): np.asarray(leaf) for path, leaf in named}
+    export_drafter(config, target, params, tmp_path, dtype=np.float32)
+    source = convert.open_model(tmp_path, drafter=True)
+    source.check()
+    assert source.config == config
+    loaded = source.load("float32")
+    assert loaded.keys() == params.keys()
+    for name, value in params.items():
+        np.testing.assert_array_equal(loaded[name], value, err_msg=name)
+
+
+def test_command_trains_and_exports(tmp_path, capsys):
+    documents().save(tmp_path / "data" / "answers-0000.npz")
+    shared = ["--target", str(ORACLE / NAME / "target"), "--work", str(tmp_path)]
+    shared += ["--layers", "1", "--block-size", "4", "--target-layer-ids", "0,2"]
+    shared += ["--mask-token-id", "90", "--dtype", "float32"]
+    small = ["--steps", "2", "--rows", "2", "--row-length", "128", "--anchors", "4"]
+    assert main(["train", *shared, *small]) == 0
+    assert main(["export", *shared, "--out", str(tmp_path / "out")]) == 0
+    recipe = json.loads((tmp_path / "recipe.json").read_text())
+    assert recipe["held_out"]["step"] == 2
+    drafter = convert.open_model(tmp_path / "out", drafter=True)
+    drafter.check()
+    assert (drafter.config.num_layers, drafter.config.target_layer_ids) == (1, (0, 2))
+    capsys.readouterr()
+    assert main(["export", *shared]) == 2
+    assert capsys.readouterr().err.startswith("error: --out is missing")
