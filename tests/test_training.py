@@ -137,7 +137,7 @@ def test_training_learns_and_resumes_exactly(tmp_path):
         return params
 
     whole = run(tmp_path / "whole", settings())
-    assert losses[0][-1] < 0.9 * losses[0][0]
+    assert losses[0][-1] < losses[0][0] - 0.2
 
     class StoppedError(Exception):
         pass
