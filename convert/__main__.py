@@ -7,11 +7,11 @@ stderr; --debug adds the traceback.
 import argparse
 import os
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from ddtree_jax.errors import InputError, RunError
+from ddtree_jax.commands import shell
+from ddtree_jax.errors import InputError
 
 DTYPES = ("bfloat16", "float32")
 _USAGE = """\
@@ -166,13 +166,6 @@ def _doctor(args: argparse.Namespace) -> None:
 _COMMANDS = {"convert": _convert, "inspect": _inspect, "check": _check, "doctor": _doctor}
 
 
-def _fail(message: str, code: int, debug: bool) -> int:
-    if debug:
-        traceback.print_exc()
-    print("error: " + " ".join(message.split()), file=sys.stderr)
-    return code
-
-
 def _leave_accelerators_alone() -> None:
     """Converting needs none, and JAX would reserve most of a GPU's memory."""
     if "JAX_PLATFORMS" in os.environ:
@@ -184,24 +177,16 @@ def _leave_accelerators_alone() -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
+def _command(argv: Sequence[str]) -> int:
+    words = list(argv)
+    name = words.pop(0) if words and words[0] in ("inspect", "check", "doctor") else "convert"
+    _COMMANDS[name](_parser(name).parse_args(words))
+    return shell.OK
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    command = argv.pop(0) if argv and argv[0] in ("inspect", "check", "doctor") else "convert"
-    debug = "--debug" in argv
-    try:
-        _COMMANDS[command](_parser(command).parse_args(argv))
-    except SystemExit as end:  # --help
-        return int(end.code or 0)
-    except KeyboardInterrupt:
-        return _fail("interrupted", 130, debug)
-    except InputError as error:
-        return _fail(str(error), 2, debug)
-    except RunError as error:
-        return _fail(str(error), 1, debug)
-    except Exception as error:
-        return _fail(f"{type(error).__name__}: {error} (--debug shows where)", 1, debug)
-    return 0
+    return shell.run(_command, sys.argv[1:] if argv is None else argv)
 
 
 if __name__ == "__main__":

@@ -30,11 +30,13 @@ def run(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     def fail(error: BaseException, code: int, message: str) -> int:
         if debug:
             traceback.print_exception(error)
-        print(f"error: {message}", file=sys.stderr)
+        print("error: " + " ".join(message.split()), file=sys.stderr)
         return code
 
     try:
         return command(argv)
+    except SystemExit as end:  # --help
+        return int(end.code or 0)
     except InputError as error:
         return fail(error, BAD_INPUT, str(error))
     except RunError as error:
