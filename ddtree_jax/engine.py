@@ -303,6 +303,37 @@ class Engine:
         slots = self._slots(prompt_tokens, options)
         self._programs_of(options, slots, options.temperature > 0)
 
+    def round_at(
+        self, options: Options, length: int, slots: int
+    ) -> tuple[Any, list[jax.Array], DecodeState]:
+        """For measurements: a compiled round, the parameters, and a state of random K/V.
+
+        Every row has `length` committed tokens and neither stop nor limit, so that
+        `state, emitted = program(parameters, state)` can be repeated while slots remain.
+        """
+        program = self._round_program(options, slots, options.temperature > 0).result()
+        state = self._fresh(self.batch_size, slots, options.mode != "ar")
+        keys = iter(jax.random.split(jax.random.key(0), 4096))
+
+        def noise(cache):
+            return jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape, x.dtype), cache)
+
+        request = dataclasses.replace(
+            state.request,
+            limit=jnp.full_like(state.request.limit, 2**30),
+            stop_ids=jnp.full_like(state.request.stop_ids, -1),
+            temperature=jnp.full_like(state.request.temperature, options.temperature),
+        )
+        state = dataclasses.replace(
+            state,
+            cache=noise(state.cache),
+            draft_cache=noise(state.draft_cache),
+            length=jnp.full_like(state.length, length),
+            done=jnp.zeros_like(state.done),
+            request=request,
+        )
+        return program, self._leaves.result(), state
+
     # Requests.
 
     def _slots(self, prompt_tokens: int, options: Options) -> int:

@@ -147,7 +147,7 @@ def _choose(
     )
 
 
-def _verify(models: Models, state: DecodeState, tree: Tree) -> tuple[jax.Array, jax.Array, Pending]:
+def verify(models: Models, state: DecodeState, tree: Tree) -> tuple[jax.Array, jax.Array, Pending]:
     """The one target forward: hidden, features and pending K/V of the tree's nodes."""
     drafter = models.drafter if state.draft_cache is not None else None
     layers = drafter.config.target_layer_ids if drafter is not None else ()
@@ -189,7 +189,7 @@ def prefill_chunk(
     The features of every prompt token enter the drafter's context, whatever the chunk size.
     """
     tree = trees.chain(tokens_bn, count_b)
-    hidden, features, pending = _verify(models, state, tree)
+    hidden, features, pending = verify(models, state, tree)
     draft_cache = state.draft_cache
     if draft_cache is not None:
         assert models.drafter is not None
@@ -213,13 +213,13 @@ def top2_gap(
     models: Models, state: DecodeState, tokens_bn: jax.Array, count_b: jax.Array
 ) -> tuple[DecodeState, jax.Array]:
     """How far the two largest logits [b] after the last of these tokens lie apart."""
-    hidden, _, _ = _verify(models, state, trees.chain(tokens_bn, count_b))
+    hidden, _, _ = verify(models, state, trees.chain(tokens_bn, count_b))
     last = jnp.take_along_axis(hidden, (count_b - 1)[:, None, None], axis=1)
     best, _ = jax.lax.top_k(models.target.logits(last)[:, 0], 2)
     return state, best[:, 0] - best[:, 1]
 
 
-def _draft(models: Models, state: DecodeState) -> tuple[jax.Array, Cache]:
+def draft(models: Models, state: DecodeState) -> tuple[jax.Array, Cache]:
     """float32 logits [b, block - 1, v] of the masked slots, and the drafter's extended context."""
     assert models.drafter is not None
     assert state.draft_cache is not None
@@ -239,11 +239,11 @@ def _draft(models: Models, state: DecodeState) -> tuple[jax.Array, Cache]:
         return models.target.logits(hidden[:, 1:]), draft_cache
 
 
-def _verify_and_commit(
-    models: Models, state: DecodeState, tree: Tree, max_path: int, sampled: bool
+def accept_and_commit(
+    models: Models, state: DecodeState, tree: Tree, verified, max_path: int, sampled: bool
 ) -> tuple[DecodeState, Emitted]:
-    """Verifies a tree, emits the accepted path and the next bonus token, commits the path."""
-    hidden, features, pending = _verify(models, state, tree)
+    """Emits the path of a verified tree and the next bonus token, and commits the path."""
+    hidden, features, pending = verified
     with jax.named_scope("accept"):
         choice = _choose(models, state, hidden, tree.depths, state.length, max_path - 1, sampled)
         path, count = trees.accept(tree, choice, max_path)
@@ -263,20 +263,45 @@ def _verify_and_commit(
         return state, emitted
 
 
+def _finish(
+    models: Models, state: DecodeState, tree: Tree, max_path: int, sampled: bool
+) -> tuple[DecodeState, Emitted]:
+    verified = verify(models, state, tree)
+    return accept_and_commit(models, state, tree, verified, max_path, sampled)
+
+
+def grow_tree(
+    models: Models,
+    bonus_b: jax.Array,
+    logits_blv: jax.Array,
+    budget: int,
+    *,
+    chain_seed: bool = False,
+    stable_top_k: bool = True,
+) -> Tree:
+    """The draft tree of a block's logits."""
+    with jax.named_scope("tree"):
+        ranks = min(budget, models.target.config.vocab_size)
+        candidates, log_probs = sampling.draft_candidates(
+            logits_blv, ranks, axis=models.target.axis, stable=stable_top_k
+        )
+        return trees.build(bonus_b, candidates, log_probs, budget, chain_seed=chain_seed)
+
+
 def ar_round(models: Models, state: DecodeState, *, sampled: bool) -> tuple[DecodeState, Emitted]:
     """One token: a tree of one node."""
-    return _verify_and_commit(models, state, trees.chain(state.bonus[:, None]), 1, sampled)
+    return _finish(models, state, trees.chain(state.bonus[:, None]), 1, sampled)
 
 
 def chain_round(
     models: Models, state: DecodeState, *, sampled: bool
 ) -> tuple[DecodeState, Emitted]:
     """DFlash: the drafter's best token of each slot, verified as a chain."""
-    logits, draft_cache = _draft(models, state)
+    logits, draft_cache = draft(models, state)
     state = dataclasses.replace(state, draft_cache=draft_cache)
     tokens = sampling.argmax(logits, models.target.axis)
     tree = trees.chain(jnp.concatenate([state.bonus[:, None], tokens], axis=1))
-    return _verify_and_commit(models, state, tree, tree.tokens.shape[1], sampled)
+    return _finish(models, state, tree, tree.tokens.shape[1], sampled)
 
 
 def tree_round(
@@ -290,12 +315,9 @@ def tree_round(
 ) -> tuple[DecodeState, Emitted]:
     """DDTree: the `budget` most probable prefixes of the drafter's block, verified as a tree."""
     assert models.drafter is not None
-    logits, draft_cache = _draft(models, state)
+    logits, draft_cache = draft(models, state)
     state = dataclasses.replace(state, draft_cache=draft_cache)
-    with jax.named_scope("tree"):
-        ranks = min(budget, models.target.config.vocab_size)
-        candidates, log_probs = sampling.draft_candidates(
-            logits, ranks, axis=models.target.axis, stable=stable_top_k
-        )
-        tree = trees.build(state.bonus, candidates, log_probs, budget, chain_seed=chain_seed)
-    return _verify_and_commit(models, state, tree, models.drafter.config.block_size, sampled)
+    tree = grow_tree(
+        models, state.bonus, logits, budget, chain_seed=chain_seed, stable_top_k=stable_top_k
+    )
+    return _finish(models, state, tree, models.drafter.config.block_size, sampled)

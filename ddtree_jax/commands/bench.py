@@ -11,7 +11,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from ddtree_jax import api
-from ddtree_jax.commands import shell
+from ddtree_jax.commands import bench_round, shell
 from ddtree_jax.commands.prompts import Conversation
 from ddtree_jax.engine import Engine, Generation, Options
 from ddtree_jax.errors import InputError
@@ -42,6 +42,7 @@ def _parser() -> shell.Parser:
     add("--dtype", choices=list(api.DTYPES), default="bfloat16")
     add("--json", metavar="FILE|-")
     add("--debug", action="store_true")
+    bench_round.add_parser(commands)
     return parser
 
 
@@ -151,7 +152,7 @@ def _acceptance(args) -> int:
 
 def command(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
-    return _acceptance(args)
+    return bench_round.run(args) if args.command == "round" else _acceptance(args)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,228 @@
+"""`bench.py round`: what one round costs, with random weights, against the memory floor.
+
+Random weights measure cost per round and never a speed-up: nothing they draft is accepted.
+"""
+
+import collections
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from rich.console import Console
+from rich.table import Table
+
+from ddtree_jax import api, rounds
+from ddtree_jax.commands import shell
+from ddtree_jax.engine import Engine, Options, bucket
+from ddtree_jax.errors import InputError
+from ddtree_jax.models import Models, parameter_name
+from ddtree_jax.shapes import SHAPES
+
+WARM_UP = 10
+AHEAD = 2  # rounds dispatched before the oldest is waited for
+
+
+def add_parser(commands) -> None:
+    parser = commands.add_parser("round", help="milliseconds per round, random weights")
+    add = parser.add_argument
+    add("--shape", choices=sorted(SHAPES), default="qwen3-8b")
+    add("--budget", default="63", help="tree budgets, as in 15,31,63")
+    add("--context", type=int, default=1024, help="committed tokens before the first round")
+    add("--rounds", type=int, default=60)
+    add("--dtype", choices=list(api.DTYPES), default="bfloat16")
+    add("--json", metavar="FILE|-")
+    add("--debug", action="store_true")
+
+
+def random_parameters(models: Models, dtype) -> dict[str, jax.Array]:
+    """Random values by path for an abstract module: norms one, everything else small."""
+    make = jax.jit(
+        lambda key, shape: (0.02 * jax.random.normal(key, shape, jnp.float32)).astype(dtype),
+        static_argnums=1,
+    )
+    named = jax.tree.flatten_with_path(nnx.state(models))[0]
+    values = {}
+    for index, (path, leaf) in enumerate(named):
+        name = parameter_name(path)
+        norm = name.endswith("weight_d")
+        key = jax.random.key(index)
+        values[name] = jnp.ones(leaf.shape, dtype) if norm else make(key, leaf.shape)
+    return values
+
+
+def read_bandwidth() -> float:
+    """Bytes per second that a max-reduction reads, many launches in flight."""
+    size = 2**29 if jax.default_backend() == "cpu" else 2**32
+    data = jax.lax.bitcast_convert_type(
+        jax.random.bits(jax.random.key(0), (size // 2,), jnp.uint16), jnp.bfloat16
+    )
+    reduce = jax.jit(jnp.max)
+    reduce(data).block_until_ready()
+    best = 0.0
+    for _ in range(5):
+        started = time.perf_counter()
+        results = [reduce(data) for _ in range(10)]
+        results[-1].block_until_ready()
+        best = max(best, 10 * size / (time.perf_counter() - started))
+    return best
+
+
+def bytes_read(engine: Engine, mode: str, context: int) -> int:
+    """What a round must read: layers and head once (twice when it drafts), and the K/V."""
+    width = jnp.dtype(engine.dtype).itemsize
+    sizes = {
+        name: int(np.prod(shape.shape)) * width
+        for name, shape in zip(engine._leaf_names, engine._leaf_shapes, strict=True)
+    }
+    head = sizes.get("target.head_dv", sizes["target.embed_vd"])
+    layers = sum(size for name, size in sizes.items() if name.startswith("target.layers."))
+    drafter = sum(size for name, size in sizes.items() if name.startswith("drafter."))
+
+    def cache(config) -> int:
+        return 2 * config.num_layers * config.num_kv_heads * config.head_dim * context * width
+
+    total = layers + head + cache(engine.target)
+    if mode != "ar":
+        total += drafter + head + cache(engine.drafter)
+    return total
+
+
+def measure(program: Callable, leaves, state, count: int) -> np.ndarray:
+    """Milliseconds between the completions of consecutive rounds [count]."""
+    flying: collections.deque = collections.deque()
+    stamps: list[float] = []
+    while len(stamps) < WARM_UP + count + 1:
+        state, emitted = program(leaves, state)
+        flying.append(emitted)
+        if len(flying) > AHEAD:
+            flying.popleft().count.block_until_ready()
+            stamps.append(time.perf_counter())
+    length = int(np.max(jax.device_get(state.length)))
+    if length >= state.cache.k[0].shape[2]:
+        raise InputError("the rounds filled the cache: give fewer --rounds")
+    return 1e3 * np.diff(stamps)[WARM_UP:]
+
+
+def stages(engine: Engine, options: Options, context: int, slots: int) -> dict[str, float]:
+    """Milliseconds of a tree round's parts, each a program of its own, launched back to back."""
+    _, leaves, state = engine.round_at(options, context, slots)
+    budget = options.tree_budget or 0
+    assert engine.drafter is not None
+    block = engine.drafter.block_size
+    stable = jax.default_backend() == "cpu"
+
+    def part(function) -> Callable:
+        return jax.jit(lambda leaves, *rest: function(engine._merge(leaves), *rest))
+
+    draft = part(lambda models, state: rounds.draft(models, state)[0])
+    grow = part(
+        lambda models, bonus, logits: rounds.grow_tree(
+            models, bonus, logits, budget, stable_top_k=stable
+        )
+    )
+    verify = part(rounds.verify)
+
+    def finish(models, state, tree, verified):
+        after, emitted = rounds.accept_and_commit(models, state, tree, verified, block, False)
+        # Not donated here: returning the caches would add a copy of them to the measurement.
+        return emitted, after.length, after.features
+
+    logits = draft(leaves, state)
+    tree = grow(leaves, state.bonus, logits)
+    verified = verify(leaves, state, tree)
+    accept = part(finish)
+
+    def timed(call: Callable[[], Any]) -> float:
+        jax.block_until_ready(call())
+        laps = []
+        for _ in range(5):
+            started = time.perf_counter()
+            jax.block_until_ready([call() for _ in range(10)][-1])
+            laps.append((time.perf_counter() - started) / 10)
+        return 1e3 * float(np.median(laps))
+
+    return {
+        "draft": timed(lambda: draft(leaves, state)),
+        "tree": timed(lambda: grow(leaves, state.bonus, logits)),
+        "verify": timed(lambda: verify(leaves, state, tree)),
+        "head and accept": timed(lambda: accept(leaves, state, tree, verified)),
+    }
+
+
+def run(args) -> int:
+    if args.json:
+        shell.check_writable(args.json)
+    try:
+        budgets = [int(part) for part in args.budget.split(",")]
+    except ValueError:
+        raise InputError(f"--budget is {args.budget!r}; expected numbers as in 15,63") from None
+    if args.context < 1 or args.rounds < 1:
+        raise InputError("--context and --rounds must be at least 1")
+    target, drafter = SHAPES[args.shape]
+    dtype = api.DTYPES[args.dtype]
+    programs = [Options(mode="ar"), Options(mode="dflash")]
+    programs += [Options(mode="ddtree", tree_budget=budget) for budget in budgets]
+    slots = bucket(args.context + 2 * (args.rounds + WARM_UP + AHEAD) + drafter.block_size)
+    console = Console(stderr=True)
+    rows = []
+    with console.status("Random weights") as status:
+        abstract = nnx.eval_shape(lambda: Models(target, drafter, rngs=nnx.Rngs(0)))
+        engine = Engine(
+            dataclasses.replace(target, max_position=max(target.max_position, slots)),
+            drafter,
+            lambda: random_parameters(abstract, dtype),
+            dtype=dtype,
+        )
+        bandwidth = read_bandwidth()
+        for options in programs:
+            label = options.mode + (f" {options.tree_budget}" if options.tree_budget else "")
+            status.update(f"Measuring {label}")
+            times = measure(*engine.round_at(options, args.context, slots), args.rounds)
+            floor = 1e3 * bytes_read(engine, options.mode, args.context) / bandwidth
+            row: dict[str, Any] = {
+                "mode": options.mode,
+                "tree_budget": options.tree_budget,
+                "rounds": args.rounds,
+                "median_ms": float(np.median(times)),
+                "p10_ms": float(np.percentile(times, 10)),
+                "p90_ms": float(np.percentile(times, 90)),
+                "floor_ms": floor,
+                "ratio": float(np.median(times)) / floor,
+            }
+            if options.mode == "ddtree":
+                row["stages_ms"] = stages(engine, options, args.context, slots)
+            rows.append(row)
+    device = jax.devices()[0].device_kind
+    table = Table(
+        title=f"{args.shape}, random weights, {args.dtype}, context {args.context}, {device}; "
+        f"reads at {bandwidth / 1e9:.0f} GB/s"
+    )
+    columns = ["program", "median ms", "p10", "p90", "floor ms", "ratio"]
+    columns += ["draft", "tree", "verify", "head and accept"]
+    for column in columns:
+        table.add_column(column, justify="left" if column == "program" else "right")
+    for row in rows:
+        label = row["mode"] + (f" {row['tree_budget']}" if row["tree_budget"] else "")
+        numbers = [row[key] for key in ("median_ms", "p10_ms", "p90_ms", "floor_ms", "ratio")]
+        numbers += list(row.get("stages_ms", {}).values())
+        table.add_row(label, *(f"{number:.3g}" for number in numbers))
+    if args.json != "-":
+        Console().print(table)
+    if args.json:
+        result = {
+            "schema": 1,
+            "shape": args.shape,
+            "weights": "random",
+            "dtype": args.dtype,
+            "context": args.context,
+            "device": device,
+            "read_bytes_per_s": bandwidth,
+            "rows": rows,
+        }
+        shell.write_json(args.json, result)
+    return shell.OK

@@ -1,0 +1,72 @@
+"""scripts/bench.py: acceptance on a spoken tiny pair, rounds of the tiny shape, bad usage."""
+
+import json
+import shutil
+
+import pytest
+from pairs import ORACLE
+from test_decode_command import write_tokenizer
+
+from ddtree_jax.commands.bench import main
+
+NAME = "qwen3_gqa"
+
+
+def test_round_measures_every_program(tmp_path, capsys):
+    out = tmp_path / "round.json"
+    argv = ["round", "--shape", "tiny", "--budget", "3,7", "--context", "20", "--rounds", "5"]
+    assert main([*argv, "--dtype", "float32", "--json", str(out)]) == 0
+    result = json.loads(out.read_text())
+    assert result["weights"] == "random"
+    labels = [(row["mode"], row["tree_budget"]) for row in result["rows"]]
+    assert labels == [("ar", None), ("dflash", None), ("ddtree", 3), ("ddtree", 7)]
+    for row in result["rows"]:
+        assert 0 < row["p10_ms"] <= row["median_ms"] <= row["p90_ms"]
+        assert row["ratio"] == pytest.approx(row["median_ms"] / row["floor_ms"])
+    floors = [row["floor_ms"] for row in result["rows"]]
+    assert floors[0] < floors[1] == floors[2] == floors[3]
+    assert set(result["rows"][2]["stages_ms"]) == {"draft", "tree", "verify", "head and accept"}
+    assert "tiny, random weights" in capsys.readouterr().out
+
+
+def test_acceptance_of_two_turns(tmp_path, capsys):
+    target = tmp_path / "target"
+    shutil.copytree(ORACLE / NAME / "target", target)
+    write_tokenizer(target, range(0x80, 0x80 + 29))
+    sets = tmp_path / "eval.jsonl"
+    lines = [{"set": "one", "turns": ["Hello", "More"]}, {"set": "two", "turns": ["Yes"]}]
+    sets.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    argv = ["acceptance", "--target", str(target), "--draft", str(ORACLE / NAME / "draft")]
+    argv += ["--eval", str(sets), "--budgets", "7", "--max-new-tokens", "12"]
+    assert main([*argv, "--dtype", "float32", "--json", "-"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [row["mode"] for row in result["rows"]] == ["ar", "dflash", "ddtree"]
+    for row in result["rows"]:
+        one, two = row["sets"]["one"], row["sets"]["two"]
+        assert (one["answers"], two["answers"]) == (2, 1)
+        assert one["same_as_ar"] == 2  # float32: every text is the target's own
+        counts = one["accept_length_counts"]
+        assert sum(counts) == one["rounds"]
+        assert sum(n * count for n, count in enumerate(counts)) + 2 == one["tokens"]
+    assert result["rows"][0]["mean_tau"] == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "word"),
+    [
+        (["acceptance", "--target", "x"], "--draft"),
+        (["acceptance", "--budgets", "a"], "--budgets"),
+        (["acceptance", "--eval", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["round", "--shape", "gpt"], "--shape"),
+        (["round", "--budget", "x"], "--budget"),
+        (["round", "--context", "0"], "--context"),
+        (["unknown"], "unknown"),
+        ([], "command"),
+    ],
+)
+def test_bad_usage(argv, word, capsys):
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert word in error
