@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
@@ -93,7 +92,7 @@ def _acceptance(args) -> int:
     shared = dict(max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=args.seed)
     modes = [Options(mode="ar", **shared), Options(mode="dflash", **shared)]
     modes += [Options(mode="ddtree", tree_budget=budget, **shared) for budget in budgets]
-    console = Console(stderr=True)
+    console = shell.console(stderr=True)
     engine = api.load(
         args.target or api.BUNDLED,
         args.draft or api.BUNDLED,
@@ -135,7 +134,7 @@ def _acceptance(args) -> int:
         label = row["mode"] + (f" {row['tree_budget']}" if row["tree_budget"] else "")
         table.add_row(label, *cells, f"{row['mean_tau'] or 0:.2f}", f"{same} of {answers}")
     if args.json != "-":
-        Console().print(table)
+        shell.console().print(table)
     if args.json:
         result = {
             "schema": 1,

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from rich.console import Console
 from rich.table import Table
 
 from ddtree_jax import api, rounds
@@ -168,7 +167,7 @@ def run(args) -> int:
     programs = [Options(mode="ar"), Options(mode="dflash")]
     programs += [Options(mode="ddtree", tree_budget=budget) for budget in budgets]
     slots = bucket(args.context + 2 * (args.rounds + WARM_UP + AHEAD) + drafter.block_size)
-    console = Console(stderr=True)
+    console = shell.console(stderr=True)
     rows = []
     with console.status("Random weights") as status:
         abstract = nnx.eval_shape(lambda: Models(target, drafter, rngs=nnx.Rngs(0)))
@@ -212,7 +211,7 @@ def run(args) -> int:
         numbers += list(row.get("stages_ms", {}).values())
         table.add_row(label, *(f"{number:.3g}" for number in numbers))
     if args.json != "-":
-        Console().print(table)
+        shell.console().print(table)
     if args.json:
         result = {
             "schema": 1,

@@ -354,7 +354,7 @@ def command(argv: Sequence[str]) -> int:
         chain_seed=args.chain_seed,
     )
     conversations = _conversations(args)
-    status = Console(stderr=True, quiet=args.quiet)
+    status = shell.console(stderr=True, quiet=args.quiet)
 
     def load(dtype: str) -> Engine:
         return api.load(

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from ddtree_jax.errors import InputError, RunError
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -49,6 +51,12 @@ def run(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     except Exception as error:
         message = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return fail(error, FAILED, message + " (--debug shows where)")
+
+
+def console(*, stderr: bool = False, quiet: bool = False) -> Console:
+    """Where tables go: as wide as the terminal, and wide enough where there is none."""
+    made = Console(stderr=stderr, quiet=quiet)
+    return made if made.is_terminal else Console(stderr=stderr, quiet=quiet, width=120)
 
 
 def check_writable(path: str) -> None:

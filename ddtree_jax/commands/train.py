@@ -251,7 +251,7 @@ def _export(args, console: Console) -> None:
 
 def command(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
-    console = Console(stderr=True)
+    console = shell.console(stderr=True)
     steps = {"generate": _generate, "train": _train, "export": _export}
     for name in steps if args.step == "all" else [args.step]:
         steps[name](args, console)
