@@ -16,7 +16,7 @@ from ddtree_jax.commands.prompts import Conversation
 from ddtree_jax.engine import MODES, Engine, Generation, Options
 from ddtree_jax.errors import InputError
 
-BUILT_IN_PROMPT = "Explain why the sky is blue."
+BUILT_IN_PROMPT = "What is the water cycle?"
 ATTENTION = "reference"
 
 # Flags of the contract whose feature does not exist yet: parsed, and refused by name.
