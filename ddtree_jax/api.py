@@ -140,13 +140,15 @@ def _is_conversation(
 
 def encode(engine: Engine, prompt: Prompt, *, raw: bool = False, **template) -> list[int]:
     """Token ids of a prompt: text (a user's turn, or plain with `raw`), messages, or ids."""
+    if not isinstance(prompt, str) and not _is_conversation(prompt):
+        return list(prompt)
+    if engine.tokenizer is None:
+        raise InputError("the engine has no tokenizer: give token ids, or load with tokenizer=True")
     if isinstance(prompt, str):
         if raw:
             return text.encode_raw(engine.tokenizer, prompt)
         prompt = [{"role": "user", "content": prompt}]
-    if _is_conversation(prompt):
-        return text.encode_chat(engine.tokenizer, prompt, **template)
-    return list(prompt)
+    return text.encode_chat(engine.tokenizer, prompt, **template)
 
 
 def generate(engine: Engine, prompt: Prompt, *, raw: bool = False, **options) -> Generation:
@@ -156,6 +158,8 @@ def generate(engine: Engine, prompt: Prompt, *, raw: bool = False, **options) ->
 
 def stream(engine: Engine, prompt: Prompt, *, raw: bool = False, **options) -> Iterator[str]:
     """The answer's text, piece by piece as rounds complete."""
+    if engine.tokenizer is None:
+        raise InputError("the engine has no tokenizer: text cannot be streamed; use generate")
     decoder = text.StreamDecoder(engine.tokenizer)
     ids = encode(engine, prompt, raw=raw)
     for event, _ in engine.run([ids], Options(**options)):

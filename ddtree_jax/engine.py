@@ -53,9 +53,10 @@ class Options:
     def __post_init__(self):
         if self.mode not in MODES:
             raise InputError(f"mode is {self.mode!r}; expected one of {', '.join(MODES)}")
-        if self.tree_budget is not None and not 1 <= self.tree_budget <= 511:
+        budget = self.tree_budget
+        if budget is not None and not (isinstance(budget, int) and 1 <= budget <= 511):
             raise InputError(f"tree budget is {self.tree_budget}; expected 1 to 511 nodes")
-        if self.max_new_tokens < 1:
+        if not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 1:
             raise InputError(f"max_new_tokens is {self.max_new_tokens}; expected at least 1")
         if not 0 <= self.temperature < float("inf"):
             raise InputError(f"temperature is {self.temperature}; expected 0 or more")
@@ -339,24 +340,28 @@ class Engine:
     def _slots(self, prompt_tokens: int, options: Options) -> int:
         return bucket(min(prompt_tokens + options.max_new_tokens, self.max_length))
 
-    def check(self, prompts: Sequence[Sequence[int]], options: Sequence[Options]) -> None:
-        """Raises InputError for what cannot be decoded."""
+    def check(
+        self,
+        prompts: Sequence[Sequence[int]],
+        options: Sequence[Options],
+        names: Sequence[str] | None = None,
+    ) -> None:
+        """Raises InputError for what cannot be decoded; `names` are what messages call prompts."""
         if len({(each.mode, each.tree_budget, each.chain_seed) for each in options}) > 1:
             raise InputError("requests of one batch differ in mode, tree budget or chain seed")
-        for index, (prompt, each) in enumerate(zip(prompts, options, strict=True)):
+        names = names or [f"prompt {index}" for index in range(len(prompts))]
+        for name, prompt, each in zip(names, prompts, options, strict=True):
             if each.mode != "ar" and self.drafter is None:
                 raise InputError(f"mode {each.mode} needs a drafter; only mode ar works without")
             if not prompt:
-                raise InputError(f"prompt {index} is empty; expected at least one token")
+                raise InputError(f"{name} is empty; expected at least one token")
             if len(prompt) >= self.max_length:
                 raise InputError(
-                    f"prompt {index} has {len(prompt)} tokens; expected fewer than the maximum "
-                    f"length of {self.max_length}"
+                    f"{name} has {len(prompt)} tokens; expected fewer than the maximum length of "
+                    f"{self.max_length}"
                 )
             if not 0 <= min(prompt) <= max(prompt) < self.target.vocab_size:
-                raise InputError(
-                    f"prompt {index} holds a token id outside 0..{self.target.vocab_size - 1}"
-                )
+                raise InputError(f"{name} holds a token id outside 0..{self.target.vocab_size - 1}")
             if len(self.stop_ids(each)) > STOP_SLOTS:
                 raise InputError(
                     f"{len(self.stop_ids(each))} stop ids; expected up to {STOP_SLOTS}"

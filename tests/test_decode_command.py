@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -322,10 +323,9 @@ def test_compare_fails_where_float32_texts_differ(capsys, ids, monkeypatch):
     original = decode._Session.decode
 
     def wrong(self, options, *, show):
-        runs = original(self, options, show=show)
-        for entry in runs if options.mode == "ddtree" else ():
-            entry.generation.output_ids[3] ^= 1
-        return runs
+        original(self, options, show=show)
+        if options.mode == "ddtree":
+            self.runs[-1].generation.output_ids[3] ^= 1
 
     monkeypatch.setattr(decode._Session, "decode", wrong)
     code, out, err = run(capsys, *PAIR, *SMALL, "--prompt-ids", ids(), "--compare", "--json", "-")
@@ -512,3 +512,78 @@ def test_stream_keeps_the_spaces_of_a_tokenizer_that_drops_the_first():
         decoder = text.StreamDecoder(tokenizer)
         pieces = [decoder.push(ids[start : start + size]) for start in range(0, len(ids), size)]
         assert "".join(pieces) == whole
+
+
+# What is finished is reported, whatever comes after it.
+
+
+def test_an_interrupted_comparison_keeps_its_modes_apart(capsys, ids, tmp_path, monkeypatch):
+    decoded = decode._Session.decode
+
+    def interrupt(self, options, *, show):
+        decoded(self, options, show=show)
+        if options.mode == "dflash":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(decode._Session, "decode", interrupt)
+    out = tmp_path / "out.json"
+    code, _, err = run(
+        capsys, *PAIR, *SMALL, "--prompt-ids", ids(), "--compare", "--json", str(out)
+    )
+    assert code == 130
+    assert err.rstrip().endswith("error: interrupted")
+    modes = [entry["mode"] for entry in json.loads(out.read_text())["runs"]]
+    assert modes == ["ar", "dflash"]
+    assert "ar (float32)" in err
+    assert "dflash (float32)" in err
+
+
+def test_a_turn_that_outgrows_the_length_keeps_the_turns_before(capsys, spoken, tmp_path):
+    prompts, out = tmp_path / "p.jsonl", tmp_path / "out.json"
+    lines = [{"prompt": "a"}, {"turns": ["Hi", "Tell me more of this"]}]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    argv = ["--target", str(spoken[0]), "--draft", DRAFT, *SMALL, "--max-length", "40"]
+    code, _, err = run(capsys, *argv, "--prompt-file", str(prompts), "--json", str(out))
+    assert code == 2
+    assert "error: prompt 1, turn 1, has" in err
+    assert len(json.loads(out.read_text())["runs"]) == 2
+
+
+def test_json_follows_links_and_spares_special_files(capsys, ids, tmp_path):
+    real, link = tmp_path / "real.json", tmp_path / "link.json"
+    real.write_text("old")
+    link.symlink_to(real)
+    argv = [*PAIR, *SMALL, "--mode", "ar", "--quiet", "--prompt-ids", ids()]
+    assert run(capsys, *argv, "--json", str(link))[0] == 0
+    assert link.is_symlink()
+    assert json.loads(real.read_text())["schema"] == 1
+    assert run(capsys, *argv, "--json", "/dev/null")[0] == 0
+    assert not Path("/dev/null").is_file()
+
+
+@pytest.mark.parametrize(
+    ("argv", "word"),
+    [
+        (["--raw", "--system", "x", "hi"], "--raw"),
+        (["--json", "", "hi"], "--json is empty"),
+        (["bad \udcff byte"], "UTF-8"),
+    ],
+)
+def test_flags_that_would_do_nothing(capsys, argv, word):
+    refused(capsys, [*PAIR, *argv], word)
+
+
+def test_deep_json_is_no_crash(capsys, ids):
+    refused(capsys, [*PAIR, "--prompt-ids", ids("[" * 100_000)], "not valid JSON")
+
+
+def test_the_library_says_what_is_missing():
+    import ddtree_jax
+
+    engine = ddtree_jax.load(TARGET, DRAFT, dtype="float32", tokenizer=False)
+    with pytest.raises(ddtree_jax.InputError, match="no tokenizer"):
+        ddtree_jax.generate(engine, "hi")
+    with pytest.raises(ddtree_jax.InputError, match="no tokenizer"):
+        next(ddtree_jax.stream(engine, [1, 2]))
+    with pytest.raises(ddtree_jax.InputError, match="tree budget"):
+        ddtree_jax.Options(tree_budget=1.5)

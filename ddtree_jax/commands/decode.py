@@ -1,7 +1,9 @@
 """scripts/decode.py: decode prompts with a pair of models, show text and statistics."""
 
 import dataclasses
+import os
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +16,7 @@ from ddtree_jax.commands import prompts as prompt_files
 from ddtree_jax.commands import shell
 from ddtree_jax.commands.prompts import Conversation
 from ddtree_jax.engine import MODES, Engine, Generation, Options
-from ddtree_jax.errors import InputError
+from ddtree_jax.errors import InputError, RunError
 
 BUILT_IN_PROMPT = "What is the water cycle?"
 ATTENTION = "reference"
@@ -122,8 +124,11 @@ def _budget(given: str | None) -> int | None:
 
 
 def _conversations(args) -> list[Conversation]:
-    if args.prompt_ids and (args.raw or args.system):
-        raise InputError("--prompt-ids takes no --raw and no --system: ids are used as they are")
+    template = args.system is not None or args.thinking is not None
+    if args.prompt_ids is not None and (args.raw or template):
+        raise InputError("--prompt-ids takes no --raw, --system or --thinking: ids are used as is")
+    if args.raw and template:
+        raise InputError("--raw takes no --system or --thinking: it uses no chat template")
     sources = [bool(args.prompt), args.prompt_file is not None, args.prompt_ids is not None]
     if sum(sources) > 1:
         raise InputError("give PROMPT, --prompt-file or --prompt-ids, only one of them")
@@ -142,6 +147,10 @@ class Run:
     turn: int
     generation: Generation
     dtype: str
+
+    @property
+    def group(self) -> tuple:
+        return self.generation.mode, self.generation.tree_budget, self.dtype
 
     @property
     def label(self) -> str:
@@ -182,6 +191,7 @@ class _Session:
         self.engine, self.args, self.conversations = engine, args, conversations
         self.status = status
         self.runs: list[Run] = []
+        self.seconds: dict[tuple, float] = {}  # wall time from the first token on, by group
 
     def _ids(self, conversation: Conversation, answers: list[str]) -> list[int]:
         args = self.args
@@ -198,10 +208,9 @@ class _Session:
                 if not event.from_prefill:
                     break
 
-    def decode(self, options: Options, *, show: bool) -> list[Run]:
+    def decode(self, options: Options, *, show: bool) -> None:
         """All conversations in one mode; `show` prints the text on stdout."""
         answers: list[list[str]] = [[] for _ in self.conversations]
-        done: list[Run] = []
         for turn in range(max(len(conversation) for conversation in self.conversations)):
             members = [
                 index
@@ -209,24 +218,27 @@ class _Session:
                 if turn < len(conversation)
             ]
             ids = [self._ids(self.conversations[index], answers[index]) for index in members]
-            runs = self._decode_turn(members, turn, ids, options, show=show)
-            for index, run in zip(members, runs, strict=True):
+            names = [f"prompt {index}" + (f", turn {turn}," if turn else "") for index in members]
+            self.engine.check(ids, [options] * len(ids), names)
+            for index, run in zip(
+                members, self._decode_turn(members, turn, ids, options, show), strict=True
+            ):
                 answers[index].append(run.generation.text or "")
-            done.extend(runs)
-        return done
 
-    def _decode_turn(self, members, turn, ids, options: Options, *, show: bool) -> list[Run]:
+    def _decode_turn(self, members, turn, ids, options: Options, show: bool) -> list[Run]:
         tokenizer = self.engine.tokenizer
-        one_row = self.engine.batch_size == 1
-        streaming = show and one_row and not self.args.no_stream
+        streaming = show and self.engine.batch_size == 1 and not self.args.no_stream
         runs: dict[int, Run] = {}
         decoder = None
         waiting = self.status.status("Loading and compiling")
         waiting.start()
+        began = time.perf_counter()
         try:
             for event, generation in self.engine.run(ids, options):
-                waiting.stop()
                 if event.from_prefill:
+                    if not runs:
+                        waiting.stop()
+                        began = time.perf_counter()
                     run = Run(members[event.index], turn, generation, self.args.dtype)
                     runs[event.index] = run
                     self.runs.append(run)
@@ -234,35 +246,55 @@ class _Session:
                         self._header(members[event.index], turn)
                         decoder = text.StreamDecoder(tokenizer) if tokenizer else None
                 if streaming:
-                    piece = (
-                        decoder.push(event.tokens, final=event.done)
-                        if decoder
-                        else " ".join(map(str, event.tokens)) + " "
-                    )
-                    print(piece, end="" if not event.done else "\n", flush=True)
+                    if decoder:
+                        piece = decoder.push(event.tokens, final=event.done)
+                    else:
+                        piece = "".join(f"{token} " for token in event.tokens)
+                    self._show(piece + ("\n" if event.done else ""))
                 if event.done:
                     self.engine.with_text(generation)
                     if show and not streaming:
                         self._header(members[event.index], turn)
-                        print(generation.text if tokenizer else generation.output_ids, flush=True)
+                        shown = generation.text if tokenizer else generation.output_ids
+                        self._show(f"{shown}\n")
         finally:
             waiting.stop()
             for run in runs.values():
                 self.engine.with_text(run.generation)
+                self.seconds[run.group] = self.seconds.get(run.group, 0.0)
+            if runs:
+                self.seconds[next(iter(runs.values())).group] += time.perf_counter() - began
         return [runs[place] for place in range(len(members))]
+
+    def _show(self, piece: str) -> None:
+        """Prints at once. When the reader has gone, decoding goes on only for --json."""
+        try:
+            print(piece, end="", flush=True)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            if self.args.json is None:
+                raise RunError("stdout was closed before the text ended") from None
+
+    def groups(self) -> list[list[Run]]:
+        """The runs by mode, tree budget and dtype."""
+        found: dict[tuple, list[Run]] = {}
+        for run in self.runs:
+            found.setdefault(run.group, []).append(run)
+        return list(found.values())
 
     def _header(self, index: int, turn: int) -> None:
         if len(self.conversations) > 1 or len(self.conversations[0]) > 1:
-            print(f"--- prompt {index}" + (f", turn {turn}" if turn else ""), flush=True)
+            self._show(f"--- prompt {index}" + (f", turn {turn}" if turn else "") + "\n")
 
 
-def _summary(runs: Sequence[Run]) -> dict:
-    """The statistics of one mode over all its runs."""
+def _summary(runs: Sequence[Run], seconds: float | None) -> dict[str, Any]:
+    """The statistics of one mode; `seconds` is the wall time of rows that were decoded together."""
     generations = [run.generation for run in runs]
     rounds = sum(generation.rounds for generation in generations)
     tokens = sum(len(generation.output_ids) for generation in generations)
     committed = sum(sum(generation.accept_lengths) for generation in generations)
-    seconds = sum(generation.decode_s for generation in generations)
+    if seconds is None:
+        seconds = sum(generation.decode_s for generation in generations)
     firsts = [generation.time_to_first_token_s for generation in generations]
     return {
         "mode": generations[0].mode,
@@ -280,13 +312,17 @@ def _number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _table(groups: list[list[Run]], *, compare: bool) -> tuple[Table, list[dict]]:
+def _table(session: _Session, *, compare: bool) -> tuple[Table, list[dict[str, Any]]]:
+    groups = session.groups()
     device = jax.devices()[0].device_kind
     table = Table(title=f"{device}, attention: {ATTENTION}", title_justify="left")
     columns = ["mode", "tokens", "rounds", "tau", "tokens/s", "first token, s"]
     for column in [*columns, "speed-up"] if compare else columns:
         table.add_column(column, justify="left" if column == "mode" else "right")
-    rows = [_summary(group) for group in groups]
+    together = session.engine.batch_size > 1
+    rows = [
+        _summary(group, session.seconds[group[0].group] if together else None) for group in groups
+    ]
     baseline = max(
         (row["tokens_per_s"] for row in rows if row["mode"] == "ar" and row["tokens_per_s"]),
         default=None,
@@ -339,10 +375,13 @@ def command(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     _refuse_unsupported(args)
     if args.target is not None and args.draft is None and (args.mode != "ar" or args.compare):
-        raise InputError(f"--target alone serves --mode ar; --mode {args.mode} needs --draft too")
+        wish = "--compare" if args.compare else f"--mode {args.mode}"
+        raise InputError(f"--target alone serves --mode ar; {wish} needs --draft too")
+    if args.target is None and (args.revision or args.draft_revision):
+        raise InputError("--revision needs --target: the bundled pair has no revisions")
     if args.draft is not None and args.target is None:
         raise InputError("--draft needs --target: a drafter works only with its own target")
-    if args.json:
+    if args.json is not None:
         shell.check_writable(args.json)
     options = Options(
         mode=args.mode,
@@ -371,7 +410,7 @@ def command(argv: Sequence[str]) -> int:
 
     with status.status("Loading"):
         engine = load(args.dtype)
-    if args.prompt_ids:
+    if args.prompt_ids is not None:
         engine.check([each.ids or () for each in conversations], [options] * len(conversations))
     if not args.compare:
         # Compile while weights and tokenizer arrive; four characters make about one token.
@@ -379,63 +418,75 @@ def command(argv: Sequence[str]) -> int:
         engine.prepare(options, max(sizes) + 40)
     session = _Session(engine, args, conversations, status)
     show = args.json != "-"
-    groups: list[list[Run]] = []
-    interrupted = False
+    problem: BaseException | None = None
     try:
-        if not args.compare:
-            session.decode(options, show=show)
-            groups = [session.runs] if session.runs else []
+        if args.compare:
+            _compare(session, options, load, show=show)
         else:
-            groups = _compare(session, options, load, show=show)
-    except KeyboardInterrupt:
-        interrupted = True
-        print(file=sys.stderr)
-    table: Table | None = None
-    rows: list[dict] = []
-    result = {"schema": 1, "runs": [run.to_json() for run in session.runs]}
-    if groups or session.runs:
-        table, rows = _table(groups or [session.runs], compare=args.compare and not interrupted)
-    code = shell.INTERRUPTED if interrupted else shell.OK
-    if table is not None:
+            session.decode(options, show=show)
+    except (KeyboardInterrupt, InputError, RunError) as error:
+        problem = error  # what is finished is still reported
+    result: dict[str, Any] = {"schema": 1, "runs": [run.to_json() for run in session.runs]}
+    rows: list[dict[str, Any]] = []
+    if session.runs:
+        table, rows = _table(session, compare=args.compare and problem is None)
         status.print(table)
-    if args.compare and not interrupted:
-        differences = []
-        reference = {run[0].dtype: run for run in groups if run[0].generation.mode == "ar"}
-        for group in groups:
-            differences += _disagreements(engine, reference[group[0].dtype], group)
-        agree = not differences
-        result["compare"] = {"rows": rows, "texts_agree": agree, "differences": differences}
-        if agree:
-            status.print("All texts agree.")
-        for entry in differences:
-            status.print(
-                f"prompt {entry['prompt_index']}: {entry['mode']} parts from ar at output token "
-                f"{entry['position']}, where the target's top-2 logits differ by "
-                f"{entry['top2_gap']:.4f}"
-            )
+    code = shell.OK
+    if args.compare and problem is None:
+        differences = _differences(session)
+        result["compare"] = {
+            "rows": rows,
+            "texts_agree": not differences,
+            "differences": differences,
+        }
+        _report(differences, status)
         if differences and args.dtype == "float32":
             code = shell.FAILED
-    if args.json:
+    if args.json is not None and (session.runs or not isinstance(problem, InputError)):
         shell.write_json(args.json, result)
+    if problem is not None:
+        raise problem
     return code
 
 
-def _compare(session: _Session, options: Options, load, *, show: bool) -> list[list[Run]]:
+def _compare(session: _Session, options: Options, load, *, show: bool) -> None:
     """AR, chain and tree on the same prompts, after a warm-up of each; the tree's text is shown."""
-    groups = []
-    for mode in ("ar", "dflash", "ddtree"):
+
+    def measure(mode: str) -> None:
         chosen = dataclasses.replace(options, mode=mode)
         session.warm_up(chosen)
-        groups.append(session.decode(chosen, show=show and mode == "ddtree"))
+        session.decode(chosen, show=show and mode == "ddtree")
+
+    measure("ar")
     if jax.default_backend() == "cpu" and session.args.dtype == "bfloat16":
         # The fastest AR of a CPU may be the float32 one, and only the fastest is a fair baseline.
         engine, dtype = session.engine, session.args.dtype
         session.engine, session.args.dtype = load("float32"), "float32"
-        chosen = dataclasses.replace(options, mode="ar")
-        session.warm_up(chosen)
-        groups.insert(1, session.decode(chosen, show=False))
+        measure("ar")
         session.engine, session.args.dtype = engine, dtype
-    return groups
+    measure("dflash")
+    measure("ddtree")
+
+
+def _differences(session: _Session) -> list[dict[str, Any]]:
+    groups = session.groups()
+    reference = {group[0].dtype: group for group in groups if group[0].generation.mode == "ar"}
+    return [
+        entry
+        for group in groups
+        for entry in _disagreements(session.engine, reference[group[0].dtype], group)
+    ]
+
+
+def _report(differences: list[dict[str, Any]], status: Console) -> None:
+    if not differences:
+        status.print("All texts agree.")
+    for entry in differences:
+        status.print(
+            f"prompt {entry['prompt_index']}: {entry['mode']} parts from ar at output token "
+            f"{entry['position']}, where the target's top-2 logits differ by "
+            f"{entry['top2_gap']:.4f}"
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -54,10 +54,19 @@ def _read(path: str) -> str:
         raise InputError(f"{path}: cannot be read ({reason})") from None
 
 
+def _check_text(where: str, value: str) -> None:
+    """Refuses what no tokenizer can take: nothing, or bytes that are not UTF-8."""
+    if not value.strip():
+        raise InputError(f"{where} is empty; expected some text")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise InputError(f"{where} is not valid UTF-8 text") from None
+
+
 def from_arguments(prompts: Sequence[str]) -> list[Conversation]:
     for index, prompt in enumerate(prompts):
-        if not prompt.strip():
-            raise InputError(f"prompt {index} is empty; expected some text")
+        _check_text(f"prompt {index}", prompt)
     return [Conversation((prompt,)) for prompt in prompts]
 
 
@@ -73,7 +82,7 @@ def from_file(path: str) -> list[Conversation]:
         where = f"{path}, line {number}"
         try:
             entry = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise InputError(f"{where}: is not valid JSON") from None
         if not isinstance(entry, dict) or not ("prompt" in entry or "turns" in entry):
             raise InputError(f"{where}: expected an object with 'prompt' or 'turns'")
@@ -83,6 +92,8 @@ def from_file(path: str) -> list[Conversation]:
         if not texts or not turns or not all(turn.strip() for turn in turns):
             expected = "a non-empty text" if key == "prompt" else "a list of non-empty texts"
             raise InputError(f"{where}: '{key}' is {entry[key]!r}; expected {expected}")
+        for turn in turns:
+            _check_text(f"{where}: '{key}'", turn)
         conversations.append(Conversation(tuple(turns)))
     return conversations
 
@@ -91,7 +102,7 @@ def from_ids_file(path: str) -> list[Conversation]:
     """A JSON list of token ids, or a list of such lists."""
     try:
         value = json.loads(_read(path))
-    except ValueError:
+    except (ValueError, RecursionError):
         raise InputError(f"{path}: is not valid JSON; expected a list of token ids") from None
     lists = value if isinstance(value, list) and value and isinstance(value[0], list) else [value]
     for ids in lists:

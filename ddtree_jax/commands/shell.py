@@ -45,9 +45,6 @@ def run(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
         return fail(error, FAILED, str(error))
     except KeyboardInterrupt as error:
         return fail(error, INTERRUPTED, "interrupted")
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
     except Exception as error:
         message = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return fail(error, FAILED, message + " (--debug shows where)")
@@ -63,15 +60,20 @@ def check_writable(path: str) -> None:
     """Raises InputError if `path` ("-" is stdout) cannot be written, before any work is done."""
     if path == "-":
         return
-    target = Path(path)
+    target = Path(path).resolve()
+    if not path:
+        raise InputError("--json is empty; expected a file to write, or -")
     if target.is_dir():
-        raise InputError(f"{path}: is a folder; expected a file to write")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=target.parent):
-            pass
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror})") from None
+        raise InputError(f"{path}: is a folder; expected a file to write, or -")
+    if target.exists():
+        special = not target.is_file()
+        place = target if special else target.parent
+    else:
+        place = next(parent for parent in target.parents if parent.exists())
+    if not target.exists() and not place.is_dir():
+        raise InputError(f"{path}: cannot be written ({place} is no folder)")
+    if not os.access(place, os.W_OK):
+        raise InputError(f"{path}: cannot be written (no permission for {place})")
 
 
 def write_json(path: str, value: Any) -> None:
@@ -86,7 +88,15 @@ def write_json(path: str, value: Any) -> None:
 
 @contextlib.contextmanager
 def atomic(path: Path) -> Iterator[Path]:
-    """A temporary name beside `path`, renamed to it if the block succeeds, else removed."""
+    """A temporary name beside `path`, renamed to it if the block succeeds, else removed.
+
+    A link is followed. What is no regular file (a pipe, a device) is written directly.
+    """
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        yield path
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
     temporary = Path(name)
