@@ -20,7 +20,7 @@ PARSERS = {
 def commands():
     for page in ("README.md", CARD):
         text = (ROOT / page).read_text(encoding="utf-8")
-        for block in re.findall(r"```\n(.*?)```", text, flags=re.DOTALL):
+        for block in re.findall(r"^```\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE):
             for line in block.replace("\\\n", " ").splitlines():
                 if line.startswith((".venv/bin/", "make ")):
                     yield shlex.split(line, comments=True)
