@@ -153,7 +153,7 @@ def _check(args: argparse.Namespace) -> None:
         draft = open_model(args.draft, drafter=True)
         draft.check()
     if target is not None and draft is not None:
-        problems += pair_problems(target.config, draft.config, draft.name)
+        problems += pair_problems(target.config, draft.config, draft.config_file)
     if problems:
         raise InputError("; ".join(problems))
     print(f"{args.draft} can draft for {args.target}")

@@ -54,6 +54,11 @@ class Source[C: AnyConfig]:
         self.leaves = names.leaves_of(config)
 
     @property
+    def config_file(self) -> str:
+        """Where its configuration stands, for messages: a folder's config.json or the GGUF file."""
+        return _config_file(Path(self.name))
+
+    @property
     def default_dtype(self) -> str:
         raise NotImplementedError
 
@@ -190,6 +195,10 @@ class ConvertedSource(Source[AnyConfig]):
         return params
 
 
+def _config_file(path: Path) -> str:
+    return str(path / "config.json" if path.is_dir() else path)
+
+
 def _parse(
     values: Mapping[str, Any],
     generation: Mapping[str, Any] | None,
@@ -197,7 +206,7 @@ def _parse(
     drafter: bool | None,
 ) -> AnyConfig:
     """The configuration; `drafter` None takes what the file says it is."""
-    file = str(path / "config.json") if path.is_dir() else str(path)
+    file = _config_file(path)
     if is_drafter(values) if drafter is None else drafter:
         return parse_drafter(values, file)
     return parse_target(values, file, generation)
@@ -256,10 +265,10 @@ def convert(
     progress: Progress | None = None,
 ) -> Path:
     """Writes a converted checkpoint; see `convert.convert`."""
-    source.check()
     destination = Path(destination).expanduser()
     if Path(source.name).resolve() == destination.resolve():
         raise InputError(f"{destination}: is the source itself; expected another folder")
+    source.check()
     dtype = dtype or source.default_dtype
     with store.staged(destination) as folder:
         header = store.Header(source.kind, dtype, source.origin)

@@ -10,9 +10,11 @@ Everything is written to a folder beside the destination and renamed when it is 
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import secrets
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -189,27 +191,69 @@ def _orbax():
     return ocp, context
 
 
+def _no_record(record: logging.LogRecord) -> bool:
+    return False
+
+
+def _no_lost_task(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("Task exception was never retrieved")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps Orbax from writing to stderr: what goes wrong is an exception, then a sentence of ours.
+
+    After a failed read TensorStore's threads still call the event loop that Orbax has closed, and
+    asyncio logs the other failed tasks when they are collected. Both may come at any later time, so
+    the silence about them stays then.
+    """
+    report = sys.unraisablehook
+
+    def hook(event) -> None:
+        if not (type(event.exc_value) is RuntimeError and "loop is closed" in str(event.exc_value)):
+            report(event)
+
+    orbax, asyncio = logging.getLogger("absl"), logging.getLogger("asyncio")
+    orbax.addFilter(_no_record)
+    asyncio.addFilter(_no_lost_task)
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        orbax.removeFilter(_no_record)
+    asyncio.removeFilter(_no_lost_task)
+    sys.unraisablehook = report
+
+
+def _read[T](read: Callable[[], T]) -> tuple[T | None, str]:
+    """What `read` returns, or None and the reason."""
+    try:
+        with _quiet():
+            return read(), ""
+    except Exception as error:  # Orbax and TensorStore raise many kinds for a damaged file
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    return None, reason
+
+
 def save_params(folder: Path, params: Mapping[str, np.ndarray]) -> None:
     """Writes the parameters, {dotted path: array}, into `folder`."""
     ocp, context = _orbax()
-    with context:
-        ocp.save(folder / PARAMS, dict(params))
-
-
-def _unreadable(folder: Path, error: Exception) -> InputError:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-    return InputError(f"{folder / PARAMS}: is damaged; convert the model again ({reason})")
+    with _quiet(), context:
+        ocp.save((folder / PARAMS).resolve(), dict(params))
 
 
 def check_layout(folder: Path, leaves: list[Leaf]) -> None:
     """Raises InputError unless the stored parameters are exactly those of the table."""
     ocp, context = _orbax()
-    try:
+
+    def read() -> dict[str, tuple[int, ...]]:
         with context:
-            stored = ocp.metadata(folder / PARAMS).metadata
-        shapes = {path: tuple(info.shape) for path, info in dict(stored).items()}
-    except Exception as error:
-        raise _unreadable(folder, error) from None
+            stored = ocp.metadata((folder / PARAMS).resolve()).metadata
+        return {path: tuple(info.shape) for path, info in dict(stored).items()}
+
+    shapes, _ = _read(read)
+    if shapes is None:
+        raise InputError(f"{folder / PARAMS}: has no readable metadata; convert the model again")
     expected = {leaf.path: leaf.shape for leaf in leaves}
     problems = (
         summarise("parameters are missing:", [p for p in expected if p not in shapes])
@@ -245,11 +289,14 @@ def load_params(
             leaf.path: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding_for(leaf.path))
             for leaf in leaves
         }
-    try:
+
+    def read() -> dict[str, Any]:
         with context:
-            params = dict(ocp.load(folder / PARAMS, abstract))
-    except Exception as error:  # Orbax and TensorStore raise many kinds for a damaged file
-        raise _unreadable(folder, error) from None
+            return dict(ocp.load((folder / PARAMS).resolve(), abstract))
+
+    params, reason = _read(read)
+    if params is None:
+        raise InputError(f"{folder / PARAMS}: is damaged; convert the model again ({reason})")
     if sharding_for is None:
         params = {path: array.astype(dtype, copy=False) for path, array in params.items()}
     return params

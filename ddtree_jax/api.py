@@ -91,7 +91,7 @@ def load(
     if draft is not None:
         drafter = convert.open_model(draft, drafter=True, revision=draft_revision)
         draft_config = drafter.config
-        check_pair(config, draft_config, drafter.name)
+        check_pair(config, draft_config, drafter.config_file)
         sources["drafter"] = drafter
     for source in sources.values():
         source.check()

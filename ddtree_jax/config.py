@@ -15,6 +15,8 @@ from typing import Any
 from ddtree_jax.errors import InputError
 
 VOCAB_MULTIPLE = 128  # embedding and head rows are padded to this, so that shards stay aligned
+MAX_BLOCK_SIZE = 32  # a tree is at most one level less deep
+MAX_STOP_IDS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,20 +113,27 @@ class _Reader:
         value = self.values.get(key)
         return default if value is None else value
 
-    def integer(self, key: str, *, minimum: int = 1, default: int | None = None) -> int:
+    def integer(
+        self, key: str, *, minimum: int = 1, maximum: int | None = None, default: int | None = None
+    ) -> int:
         value = self.get(key, default)
         if value is None:
             raise self.fail(key, "is missing; expected an integer")
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise self.fail(key, f"is {value!r}; expected an integer of at least {minimum}")
+        if type(value) is not int or value < minimum or (maximum is not None and value > maximum):
+            wanted = f"an integer of at least {minimum}"
+            if maximum is not None:
+                wanted = f"{minimum} to {maximum}"
+            raise self.fail(key, f"is {value!r}; expected {wanted}")
         return value
 
-    def number(self, key: str, *, default: float | None = None) -> float:
+    def number(self, key: str, *, default: float | None = None, zero: bool = False) -> float:
+        """A positive number; 0 too with `zero`."""
         value = self.get(key, default)
         if value is None:
             raise self.fail(key, "is missing; expected a number")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise self.fail(key, f"is {value!r}; expected a positive number")
+        if type(value) not in (int, float) or not (value > 0 or (zero and value == 0)):
+            expected = "a number of at least 0" if zero else "a positive number"
+            raise self.fail(key, f"is {value!r}; expected {expected}")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -150,6 +159,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError as error:
         raise InputError(f"{path}: is not valid JSON ({error})") from None
+    except RecursionError:
+        raise InputError(f"{path}: is not valid JSON (nested too deeply)") from None
     if not isinstance(value, dict):
         raise InputError(f"{path}: expected a JSON object")
     return value
@@ -177,6 +188,8 @@ def _rope(config: _Reader, head_dim: int, default_theta: float | None) -> RopeCo
         known = "expected default, llama3 or yarn"
         raise params.fail("rope_type", f"is {kind!r}, which is not supported; {known}")
     max_position = config.get("max_position_embeddings")
+    if max_position is not None:
+        max_position = config.integer("max_position_embeddings")
     original = params.integer("original_max_position_embeddings", default=max_position)
     if kind == "llama3":
         return RopeConfig(
@@ -201,14 +214,14 @@ def _rope(config: _Reader, head_dim: int, default_theta: float | None) -> RopeCo
 
 
 def _yarn_attention_factor(params: _Reader, factor: float) -> float:
-    given = params.get("attention_factor")
-    if given is not None:
-        return float(given)
+    if params.get("attention_factor") is not None:
+        return params.number("attention_factor")
 
     def mscale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    numerator, denominator = params.get("mscale"), params.get("mscale_all_dim")
+    numerator = params.number("mscale", default=0.0, zero=True)
+    denominator = params.number("mscale_all_dim", default=0.0, zero=True)
     if numerator and denominator:
         return mscale(numerator) / mscale(denominator)
     return mscale(1.0)
@@ -287,6 +300,22 @@ def _refuse_quantised(config: _Reader) -> None:
         )
 
 
+def _stop_ids(reader: _Reader, vocab_size: int) -> tuple[int, ...]:
+    """'eos_token_id': none, one token id or a list of them."""
+    stops = reader.get("eos_token_id", [])
+    stops = stops if isinstance(stops, list) else [stops]
+    if len(stops) > MAX_STOP_IDS:
+        raise reader.fail(
+            "eos_token_id", f"lists {len(stops)} token ids; expected at most {MAX_STOP_IDS}"
+        )
+    for stop in stops:
+        if type(stop) is not int or not 0 <= stop < vocab_size:
+            raise reader.fail(
+                "eos_token_id", f"holds {stop!r}; expected token ids from 0 to {vocab_size - 1}"
+            )
+    return tuple(stops)
+
+
 def parse_target(
     values: Mapping[str, Any], source: str, generation: Mapping[str, Any] | None = None
 ) -> TargetConfig:
@@ -313,11 +342,12 @@ def parse_target(
         raise config.fail("mlp_bias", "is true, which is not supported")
     family = _FAMILIES[name]
     fields = _decoder_fields(config, default_theta=10000.0)
-    stops = (generation or {}).get("eos_token_id")
-    stops = config.get("eos_token_id") if stops is None else stops
-    stops = [] if stops is None else stops if isinstance(stops, list) else [stops]
-    if any(type(stop) is not int for stop in stops):
-        raise config.fail("eos_token_id", f"is {stops}; expected a token id or a list of them")
+    vocab_size = config.integer("vocab_size")
+    stop_reader = config
+    if (generation or {}).get("eos_token_id") is not None:
+        stop_reader = _Reader(
+            generation or {}, str(Path(source).with_name("generation_config.json"))
+        )
     sliding = family == "qwen3" and config.get("use_sliding_window", False)
     return TargetConfig(
         **fields,
@@ -328,10 +358,10 @@ def parse_target(
             else (None,) * fields["num_layers"]
         ),
         family=family,
-        vocab_size=config.integer("vocab_size"),
+        vocab_size=vocab_size,
         tie_embeddings=config.flag("tie_word_embeddings", False),
         max_position=config.integer("max_position_embeddings"),
-        stop_ids=tuple(stops),
+        stop_ids=_stop_ids(stop_reader, vocab_size),
     )
 
 
@@ -416,7 +446,7 @@ def parse_drafter(values: Mapping[str, Any], source: str) -> DrafterConfig:
         **fields,
         qk_norm=True,
         windows=windows,
-        block_size=holder("block_size").integer("block_size", minimum=2),
+        block_size=holder("block_size").integer("block_size", minimum=2, maximum=MAX_BLOCK_SIZE),
         mask_token_id=holder("mask_token_id").integer("mask_token_id", minimum=0),
         target_layer_ids=tuple(layer_ids),
         num_target_layers=optional(holder("num_target_layers"), "num_target_layers"),

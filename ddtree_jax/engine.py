@@ -15,13 +15,13 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from ddtree_jax import rounds, sharding
-from ddtree_jax.config import DrafterConfig, TargetConfig
+from ddtree_jax.config import MAX_STOP_IDS, DrafterConfig, TargetConfig
 from ddtree_jax.errors import InputError
 from ddtree_jax.models import Models, parameter_name
 from ddtree_jax.rounds import DecodeState, Emitted
 
 MODES = ("ddtree", "dflash", "ar")
-STOP_SLOTS = 8  # stop ids a row can hold; static, so that requests share programs
+STOP_SLOTS = MAX_STOP_IDS  # static, so that requests share programs
 
 
 def default_budget() -> int:

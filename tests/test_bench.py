@@ -8,6 +8,7 @@ from pairs import ORACLE
 from test_decode_command import write_tokenizer
 
 from ddtree_jax.commands.bench import main
+from ddtree_jax.training import prompts
 
 NAME = "qwen3_gqa"
 
@@ -56,6 +57,11 @@ def test_acceptance_of_two_turns(tmp_path, capsys):
     [
         (["acceptance", "--target", "x"], "--draft"),
         (["acceptance", "--budgets", "a"], "--budgets"),
+        (["acceptance", "--budgets", "15,0"], "--budgets holds 0; expected 1 to 511"),
+        (["acceptance", "--budgets", "512"], "--budgets holds 512"),
+        (["acceptance", "--limit", "0"], "--limit is 0; expected at least 1"),
+        (["acceptance", "--batch-size", "0"], "--batch-size is 0"),
+        (["acceptance", "--max-new-tokens", "-1"], "--max-new-tokens is -1"),
         (["acceptance", "--eval", "nowhere.jsonl"], "nowhere.jsonl"),
         (["round", "--shape", "gpt"], "--shape"),
         (["round", "--budget", "x"], "--budget"),
@@ -64,7 +70,8 @@ def test_acceptance_of_two_turns(tmp_path, capsys):
         ([], "command"),
     ],
 )
-def test_bad_usage(argv, word, capsys):
+def test_bad_usage(argv, word, capsys, monkeypatch):
+    monkeypatch.setattr(prompts, "evaluation_sets", lambda: pytest.fail("too late"))
     assert main(argv) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")

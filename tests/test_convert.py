@@ -1,6 +1,7 @@
 """Conversion: every form of a model gives the same parameters, and every fault is one sentence."""
 
 import json
+import re
 import shutil
 import struct
 import subprocess
@@ -506,6 +507,46 @@ def test_bad_config(tmp_path, capsys, values, fragments):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (DRAFTER | {"block_size": 1000}, "'block_size' is 1000; expected 2 to 32"),
+        (DRAFTER | {"block_size": 1}, "'block_size' is 1; expected 2 to 32"),
+        (LLAMA | {"eos_token_id": V}, "'eos_token_id' holds 70; expected token ids from 0 to 69"),
+        (LLAMA | {"eos_token_id": [2, -1]}, "'eos_token_id' holds -1;"),
+        (LLAMA | {"eos_token_id": "2"}, "'eos_token_id' holds '2';"),
+        (LLAMA | {"eos_token_id": [True]}, "'eos_token_id' holds True;"),
+        (LLAMA | {"eos_token_id": list(range(9))}, "'eos_token_id' lists 9 token ids; expected at"),
+    ],
+)
+def test_values_out_of_range(values, message):
+    with pytest.raises(InputError, match=re.escape(f"config.json: {message}")):
+        parse(values)
+
+
+def test_bad_stop_ids_name_the_file_that_holds_them(tmp_path, capsys):
+    folder = write_folder(tmp_path / "hf", LLAMA)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 700]}')
+    result = run(capsys, "inspect", folder)
+    assert_error(result, f"{folder / 'generation_config.json'}: 'eos_token_id' holds 700")
+
+
+@pytest.mark.parametrize("key", ["attention_factor", "mscale", "mscale_all_dim", "factor"])
+@pytest.mark.parametrize("value", ["1", [1], True, -1])
+def test_yarn_numbers(key, value):
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    scaled = {"rope_theta": 1e4, "rope_parameters": yarn}
+    assert parse(LLAMA | scaled).rope.factor == 4
+    with pytest.raises(InputError, match=f"config.json: 'rope_parameters.{key}' is "):
+        parse(LLAMA | scaled | {"rope_parameters": yarn | {key: value}})
+
+
+def test_json_nested_too_deeply(tmp_path, capsys):
+    folder = write_folder(tmp_path / "hf", LLAMA)
+    (folder / "config.json").write_text("[" * 200_000)
+    assert_error(run(capsys, "inspect", folder), f"{folder / 'config.json'}: is not valid JSON")
+
+
 def test_target_and_drafter_are_not_confused(tmp_path, capsys):
     target, draft = write_folder(tmp_path / "t", LLAMA), write_folder(tmp_path / "d", DRAFTER)
     assert_error(run(capsys, target, tmp_path / "out", "--drafter"), "expected a DFlash drafter")
@@ -590,11 +631,44 @@ def test_damaged_params(tmp_path, capsys):
     assert run(capsys, write_folder(tmp_path / "hf", LLAMA), out)[0] == 0
     for file in sorted((out / "params").rglob("d/*")):
         file.write_bytes(file.read_bytes()[:10])
-    with pytest.raises(InputError, match="params: is damaged"):
+    with pytest.raises(InputError, match=r"params: (is damaged|has no readable)"):
         convert.open_model(out, drafter=False).load()
     shutil.rmtree(out / "params")
-    with pytest.raises(InputError, match="params: is damaged"):
+    with pytest.raises(InputError, match="params: has no readable metadata; convert the model ag"):
         convert.open_model(out, drafter=False).load()
+
+
+@pytest.mark.parametrize("damage", ["emptied", "removed", "index"])
+def test_damaged_metadata_is_one_sentence(tmp_path, capsys, damage):
+    """In a process of its own: Orbax logs past Python's sys.stderr, and from other threads."""
+    out = tmp_path / "out"
+    assert run(capsys, write_folder(tmp_path / "hf", LLAMA), out)[0] == 0
+    name = "manifest.ocdbt" if damage == "index" else "*METADATA"
+    found = list((out / "params").rglob(name))
+    assert found
+    for file in found:
+        file.write_text("") if damage == "emptied" else file.unlink()
+    result = subprocess.run(
+        [sys.executable, "-m", "convert", "inspect", str(out)], capture_output=True, text=True
+    )
+    message = f"error: {out / 'params'}: has no readable metadata; convert the model again\n"
+    assert (result.returncode, result.stderr) == (2, message)
+
+
+def test_relative_paths(tmp_path, capsys, monkeypatch):
+    write_folder(tmp_path / "hf", LLAMA | {"num_hidden_layers": 4})
+    write_folder(tmp_path / "draft", DRAFTER)
+    monkeypatch.chdir(tmp_path)
+    assert run(capsys, "hf", "out", "--verify")[0] == 0
+    assert run(capsys, "draft", "out2", "--drafter", "--verify")[0] == 0
+    for argv in (["inspect", "out"], ["check", "out", "out2"]):
+        code, _, err = run(capsys, *argv)
+        assert code == 0, err
+    direct = convert.open_model("hf", drafter=False)
+    assert_same(convert.open_model("out", drafter=False).load(), direct.load())
+    assert_error(run(capsys, "out", "out"), "error: out: is the source itself")
+    shutil.rmtree("out/params")
+    assert_error(run(capsys, "inspect", "out"), "error: out/params: has no readable metadata")
 
 
 def test_params_of_another_shape(tmp_path, capsys):
@@ -670,10 +744,11 @@ def test_check(tmp_path, capsys):
     assert code == 0, err
     assert str(draft) in out
     wrong = DRAFTER | {"num_target_layers": 9, "vocab_size": 71}
+    file = write_folder(tmp_path / "w", wrong) / "config.json"
     assert_error(
-        run(capsys, "check", target, write_folder(tmp_path / "w", wrong)),
-        "num_target_layers",
-        "vocab_size",
+        run(capsys, "check", target, file.parent),
+        f"{file}: 'num_target_layers'",
+        f"{file}: 'vocab_size'",
     )
     tensors = without(random_tensors(DRAFTER), "fc.weight")
     broken = write_folder(tmp_path / "b", wrong, tensors)

@@ -159,7 +159,7 @@ def test_loading_names_the_file_and_line(tmp_path):
     path.write_text('{"prompt": "a"}\n{"text": "b"}\n')
     with pytest.raises(InputError, match=r"train\.jsonl, line 2: expected .* prompt"):
         prompts.load_training(path)
-    with pytest.raises(InputError, match="missing"):
+    with pytest.raises(InputError, match=r"missing.*: No such file or directory; write it with"):
         prompts.load_evaluation(tmp_path / "missing.jsonl")
 
 

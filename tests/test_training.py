@@ -214,3 +214,43 @@ def test_command_trains_and_exports(tmp_path, capsys):
     capsys.readouterr()
     assert main(["export", *shared]) == 2
     assert capsys.readouterr().err.startswith("error: --out is missing")
+
+
+@pytest.mark.parametrize(
+    ("step", "flags", "words"),
+    [
+        ("all", ["--prompts", "p"], ["--out is missing"]),
+        ("export", [], ["--out is missing"]),
+        ("all", ["--out", "o"], ["--prompts is missing"]),
+        ("generate", [], ["--prompts is missing"]),
+        ("generate", ["--prompts", "nowhere.jsonl"], ["nowhere.jsonl: No such file"]),
+        ("train", ["--layers", "0"], ["--layers is 0; expected at least 1"]),
+        ("train", ["--block-size", "1"], ["--block-size is 1; expected 2 to 32"]),
+        ("train", ["--block-size", "33"], ["--block-size is 33; expected 2 to 32"]),
+        ("train", ["--steps", "0"], ["--steps"]),
+        ("train", ["--rows", "0"], ["--rows"]),
+        ("train", ["--row-length", "0"], ["--row-length"]),
+        ("train", ["--anchors", "-1"], ["--anchors"]),
+        ("train", ["--batch-size", "0"], ["--batch-size"]),
+        ("train", ["--synthetic", "-1"], ["--synthetic is -1; expected at least 0"]),
+        ("train", ["--sampled", "1.5"], ["--sampled is 1.5; expected 0 to 1"]),
+        ("train", ["--sampled", "nan"], ["--sampled"]),
+        ("train", ["--minutes", "0"], ["--minutes is 0.0; expected more than 0"]),
+        ("train", ["--seed", "-1"], ["--seed"]),
+        ("train", ["--target-layer-ids", "1,a"], ["--target-layer-ids is '1,a'"]),
+        ("train", ["--target-layer-ids", "1,1"], ["--target-layer-ids is 1,1; expected distinct"]),
+        ("train", ["--target-layer-ids=-1,1"], ["--target-layer-ids"]),
+        ("train", ["--target-layer-ids", "0,99"], ["--target-layer-ids", "[99]"]),
+        ("train", ["--mask-token-id", "-1"], ["--mask-token-id"]),
+        ("train", ["--mask-token-id", "9999999"], ["--mask-token-id", "vocabulary"]),
+    ],
+)
+def test_bad_usage_is_found_before_any_work(tmp_path, capsys, step, flags, words):
+    shared = ["--target", str(ORACLE / NAME / "target"), "--work", str(tmp_path / "work")]
+    assert main([step, *shared, "--target-layer-ids", "0,2", *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    for word in words:
+        assert word in error
+    assert not (tmp_path / "work").exists()

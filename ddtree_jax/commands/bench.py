@@ -79,19 +79,33 @@ def _measure(generations: list[Generation], reference: list[Generation]) -> dict
     }
 
 
+def _checked(args) -> list[int]:
+    """The budgets; InputError naming the flag whose value cannot be used."""
+    try:
+        budgets = [int(part) for part in args.budgets.split(",")]
+    except ValueError:
+        raise InputError(f"--budgets is {args.budgets!r}; expected numbers as in 15,31") from None
+    for budget in budgets:
+        if not 1 <= budget <= 511:
+            raise InputError(f"--budgets holds {budget}; expected 1 to 511 nodes")
+    for name in ("limit", "batch_size", "max_new_tokens"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            flag = name.replace("_", "-")
+            raise InputError(f"--{flag} is {value}; expected at least 1")
+    return budgets
+
+
 def _acceptance(args) -> int:
     if args.json:
         shell.check_writable(args.json)
     if (args.target is None) != (args.draft is None):
         raise InputError("--target and --draft go together")
-    try:
-        budgets = [int(part) for part in args.budgets.split(",")]
-    except ValueError:
-        raise InputError(f"--budgets is {args.budgets!r}; expected numbers as in 15,31") from None
-    sets = prompts.load_evaluation(args.eval) if args.eval else prompts.evaluation_sets()
+    budgets = _checked(args)
     shared = dict(max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=args.seed)
     modes = [Options(mode="ar", **shared), Options(mode="dflash", **shared)]
     modes += [Options(mode="ddtree", tree_budget=budget, **shared) for budget in budgets]
+    sets = prompts.load_evaluation(args.eval) if args.eval else prompts.evaluation_sets()
     console = shell.console(stderr=True)
     engine = api.load(
         args.target or api.BUNDLED,

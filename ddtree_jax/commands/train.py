@@ -16,7 +16,7 @@ from rich.console import Console
 
 from ddtree_jax import api
 from ddtree_jax.commands import shell
-from ddtree_jax.config import DrafterConfig, TargetConfig
+from ddtree_jax.config import MAX_BLOCK_SIZE, DrafterConfig, TargetConfig, check_pair
 from ddtree_jax.errors import InputError
 from ddtree_jax.models import Target
 from ddtree_jax.training import data, prompts
@@ -73,14 +73,53 @@ def _parser() -> shell.Parser:
     return parser
 
 
-def drafter_config(target: TargetConfig, args) -> DrafterConfig:
-    """A drafter of the target's width with its own layers."""
+_AT_LEAST_ONE = ["layers", "steps", "rows", "row_length", "anchors", "batch_size"]
+_AT_LEAST_ONE += ["max_new_tokens", "max_prompt_tokens", "eval_every"]
+
+
+def _check(args, steps: Sequence[str]) -> None:
+    """Raises InputError naming the flag that is missing or cannot be used, before any work."""
+
+    def require(name: str, good: bool, expected: str) -> None:
+        if not good:
+            flag = "--" + name.replace("_", "-")
+            raise InputError(f"{flag} is {getattr(args, name)}; expected {expected}")
+
+    if "export" in steps and args.out is None:
+        raise InputError("--out is missing; expected the folder for the drafter")
+    if "generate" in steps and args.prompts is None:
+        raise InputError("--prompts is missing; make one: python -m ddtree_jax.training.prompts")
+    for name in _AT_LEAST_ONE:
+        require(name, getattr(args, name) >= 1, "at least 1")
+    for name in ("minutes", "train_minutes", "gamma", "learning_rate"):
+        require(name, getattr(args, name) > 0, "more than 0")
+    for name in ("synthetic", "mask_token_id"):
+        require(name, getattr(args, name) >= 0, "at least 0")
+    require("block_size", 2 <= args.block_size <= MAX_BLOCK_SIZE, f"2 to {MAX_BLOCK_SIZE}")
+    require("sampled", 0 <= args.sampled <= 1, "0 to 1")
+    require("seed", 0 <= args.seed < 2**32, "0 to 2^32 - 1")
+    layer_ids = _layer_ids(args)
+    distinct = len(set(layer_ids)) == len(layer_ids) and min(layer_ids) >= 0
+    require("target_layer_ids", distinct, "distinct layers from 0")
+    if list(steps) != ["generate"]:
+        import convert
+
+        target = convert.open_model(args.target or api.bundled_target(), drafter=False).config
+        flags = "--target-layer-ids, --mask-token-id"  # all else is the target's own
+        check_pair(target, drafter_config(target, args), flags)
+
+
+def _layer_ids(args) -> tuple[int, ...]:
     try:
-        layer_ids = tuple(int(part) for part in args.target_layer_ids.split(","))
+        return tuple(int(part) for part in args.target_layer_ids.split(","))
     except ValueError:
         raise InputError(
             f"--target-layer-ids is {args.target_layer_ids!r}; expected 1,8,14"
         ) from None
+
+
+def drafter_config(target: TargetConfig, args) -> DrafterConfig:
+    """A drafter of the target's width with its own layers."""
     shared = {
         field.name: getattr(target, field.name)
         for field in dataclasses.fields(DrafterConfig)
@@ -96,7 +135,7 @@ def drafter_config(target: TargetConfig, args) -> DrafterConfig:
             attention_bias=False,
             block_size=args.block_size,
             mask_token_id=args.mask_token_id,
-            target_layer_ids=layer_ids,
+            target_layer_ids=_layer_ids(args),
             num_target_layers=target.num_layers,
         )
     )
@@ -104,9 +143,8 @@ def drafter_config(target: TargetConfig, args) -> DrafterConfig:
 
 def _generate(args, console: Console) -> None:
     """Answers every prompt once; finished files are kept, so an interrupted run goes on."""
-    if args.prompts is None:
-        raise InputError("--prompts is missing; make one: python -m ddtree_jax.training.prompts")
     folder = Path(args.work) / "data"
+    texts = prompts.load_training(Path(args.prompts))
     engine = api.load(
         args.target or api.BUNDLED,
         None,
@@ -115,7 +153,6 @@ def _generate(args, console: Console) -> None:
         prefill_chunk=128,
         max_length=1024,
     )
-    texts = prompts.load_training(Path(args.prompts))
     random.Random(args.seed).shuffle(texts)
     deadline = time.monotonic() + 60 * args.minutes
     if args.synthetic:
@@ -237,8 +274,6 @@ def _export(args, console: Console) -> None:
     import convert
     from convert.export import export_drafter
 
-    if args.out is None:
-        raise InputError("--out is missing; expected the folder for the drafter")
     source = convert.open_model(args.target or api.bundled_target(), drafter=False)
     config = drafter_config(source.config, args)
     stored = Path(args.work) / "drafter.npz"
@@ -253,7 +288,9 @@ def command(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     console = shell.console(stderr=True)
     steps = {"generate": _generate, "train": _train, "export": _export}
-    for name in steps if args.step == "all" else [args.step]:
+    chosen = list(steps) if args.step == "all" else [args.step]
+    _check(args, chosen)
+    for name in chosen:
         steps[name](args, console)
     return shell.OK
 

@@ -407,8 +407,9 @@ def load_evaluation(path: str | Path) -> dict[str, list[list[str]]]:
 def _written_rows(path: Path, *keys: str) -> list[dict]:
     try:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: {error}; write it with ddtree_jax.training.prompts") from error
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"{path}: {reason}; write it with ddtree_jax.training.prompts") from error
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict) or any(key not in row for key in keys):
             raise InputError(f"{path}, line {number}: expected an object with {', '.join(keys)}")

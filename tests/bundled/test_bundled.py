@@ -87,3 +87,16 @@ def test_command_line(tmp_path, capsys):
     (run,) = json.loads(out.read_text())["runs"]
     assert run["mode"] == "ddtree"
     assert run["text"].strip() in capsys.readouterr().out
+
+
+def test_the_readme_commands_for_checkpoints(tmp_path, monkeypatch, capsys):
+    from convert.__main__ import main as convert
+    from ddtree_jax.paths import BUNDLED_DRAFTER
+
+    monkeypatch.chdir(tmp_path)
+    assert convert(["bundled", "my-target", "--verify"]) == 0
+    assert convert(["inspect", "my-target", "--max-length", "4096"]) == 0
+    assert "LlamaForCausalLM" in capsys.readouterr().out
+    assert convert(["check", "my-target", str(BUNDLED_DRAFTER)]) == 0
+    assert main(["--target", "my-target", "--draft", str(BUNDLED_DRAFTER), PROMPTS[0]]) == 0
+    assert "Paris" in capsys.readouterr().out
