@@ -1,6 +1,7 @@
 """Opening a model in any of its forms, and loading its parameters."""
 
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +28,7 @@ Progress = Callable[[int, int], None]
 ShardingFor = Callable[[str], Any]
 
 
-class Source[C: AnyConfig]:
+class Source[C: AnyConfig](ABC):
     """A model that can be loaded; C is the type of its configuration.
 
     Attributes:
@@ -59,8 +60,8 @@ class Source[C: AnyConfig]:
         return _config_file(Path(self.name))
 
     @property
-    def default_dtype(self) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def default_dtype(self) -> str: ...
 
     @property
     def kind(self) -> str:
@@ -70,13 +71,13 @@ class Source[C: AnyConfig]:
     def folder(self) -> Path | None:
         return Path(self.name) if store.tokenizer_files(Path(self.name)) else None
 
+    @abstractmethod
     def check(self) -> None:
         """Raises InputError unless the file has exactly the parameters of the configuration."""
-        raise NotImplementedError
 
+    @abstractmethod
     def arrays(self, dtype: str | np.dtype | None = None) -> Iterator[tuple[str, np.ndarray]]:
         """Each parameter's dotted path and value, one at a time."""
-        raise NotImplementedError
 
     def load(
         self,
