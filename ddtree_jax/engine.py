@@ -167,9 +167,13 @@ class Engine:
             for s, spec in zip(shapes, self._leaf_specs, strict=True)
         ]
         self._programs: dict[tuple, Future] = {}
-        self._workers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="ddtree")
-        self._leaves = self._workers.submit(self._ordered, load)
-        self._tokenizer = self._workers.submit(load_tokenizer or (lambda: None))
+        loaders = ThreadPoolExecutor(max_workers=2, thread_name_prefix="ddtree-load")
+        self._leaves = loaders.submit(self._ordered, load)
+        self._tokenizer = loaders.submit(load_tokenizer or (lambda: None))
+        # Tracing is Python and cannot overlap; compiling can, where there are cores to spare. One
+        # worker takes programs in the order of need: prefill first.
+        workers = 1 if jax.default_backend() == "cpu" else 4
+        self._compilers = ThreadPoolExecutor(workers, thread_name_prefix="ddtree-compile")
 
     @property
     def tokenizer(self) -> Any:
@@ -238,7 +242,7 @@ class Engine:
 
     def _program(self, key: tuple, build: Callable[[], Any]) -> Future:
         if key not in self._programs:
-            self._programs[key] = self._workers.submit(build)
+            self._programs[key] = self._compilers.submit(build)
         return self._programs[key]
 
     def _prompt_program(
@@ -505,10 +509,11 @@ class _Run:
         )
         drafting = mode != "ar"
         sampled = any(each.temperature > 0 for each in options)
-        # Compile everything and wait for the weights first: no clock below measures that.
-        programs = [p.result() for p in engine._programs_of(options[0], slots, sampled)]
-        self.prefill, self.round = programs[0], programs[-1]
+        programs = engine._programs_of(options[0], slots, sampled)
+        self.round = programs[-1]
         self.insert = programs[1] if len(programs) == 3 else None
+        # No clock below measures the compilation of this or the coming of the weights.
+        self.prefill = programs[0].result()
         self.leaves = engine._leaves.result()
         self.state = engine._fresh(engine.batch_size, slots, drafting)
         self.group = engine._fresh(engine.prefill_rows, slots, drafting) if self.insert else None
@@ -524,9 +529,21 @@ class _Run:
         while self.waiting or self.flying or self._busy():
             yield from self._admit()
             if self._busy():
-                self.state, emitted = self.round(self.leaves, self.state)
+                run_round = self._ready(self.round)
+                self.state, emitted = run_round(self.leaves, self.state)
                 self.flying.append((emitted, list(self.owners), False))
             yield from self._settle(self.run_ahead if self._busy() else 0)
+
+    def _ready(self, program: Future) -> Any:
+        """A program. While it still compiles, the clocks of the requests under way stand."""
+        began = time.perf_counter()
+        compiled = program.result()
+        waited = time.perf_counter() - began
+        for index in self.owners:
+            if index is not None:
+                self.started[index] += waited
+                self.first[index] += waited
+        return compiled
 
     def _busy(self) -> bool:
         return any(owner is not None for owner in self.owners)
@@ -556,8 +573,9 @@ class _Run:
                 self.group = group
                 where = np.full((size,), len(self.owners), np.int32)
                 where[: len(rows)] = rows
-                self.state = self.insert(self.state, group, where)
-            yield from self._settle(self.run_ahead)
+                self.state = self._ready(self.insert)(self.state, group, where)
+            # While the round still compiles, the first token can be shown.
+            yield from self._settle(self.run_ahead if self.round.done() else 0)
 
     def _settle(self, keep: int) -> Iterator[tuple[Event, Generation]]:
         """Reads the oldest results until only `keep` are on their way."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ddtree_jax.config import read_json
 from ddtree_jax.errors import InputError
 
 REPLACEMENT = "\ufffd"  # what a tokenizer shows for bytes that are not (yet) a character
@@ -13,16 +14,27 @@ REPLACEMENT = "\ufffd"  # what a tokenizer shows for bytes that are not (yet) a 
 def load_tokenizer(folder: Path) -> Any:
     """The tokenizer of a checkpoint folder (transformers, without torch)."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # no advice about missing torch
-    from transformers import AutoTokenizer
-
     if not (folder / "tokenizer.json").exists() and not (folder / "tokenizer_config.json").exists():
         raise InputError(
             f"{folder}: has no tokenizer.json; use --prompt-ids to decode token ids without one"
         )
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return _tokenizer_class(folder).from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise InputError(f"{folder}: its tokenizer cannot be loaded ({error})") from None
+
+
+def _tokenizer_class(folder: Path) -> Any:
+    """The class that the checkpoint names, if it is the plain one: a third of a second sooner."""
+    settings = folder / "tokenizer_config.json"
+    named = read_json(settings).get("tokenizer_class") if settings.exists() else None
+    if named == "PreTrainedTokenizerFast" and (folder / "tokenizer.json").exists():
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 def encode_chat(

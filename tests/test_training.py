@@ -179,8 +179,8 @@ def test_training_ends_by_the_clock(tmp_path):
     )
     assert loop.learning_rate(config, 5, 1.0) == 0
     halfway = settings(steps=100, minutes=10, warmup=1)
-    assert loop.learning_rate(halfway, 50, 0) == pytest.approx(1.5e-3)
-    assert loop.learning_rate(halfway, 10, 300) == pytest.approx(1.5e-3)
+    assert loop.learning_rate(halfway, 50, 0) == pytest.approx(halfway.learning_rate / 2)
+    assert loop.learning_rate(halfway, 10, 300) == pytest.approx(halfway.learning_rate / 2)
 
 
 def test_an_exported_drafter_is_a_public_one(tmp_path):
