@@ -1,0 +1,49 @@
+"""Every program of a request lowers for CUDA on a host without a GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from ddtree_jax import rounds
+from ddtree_jax.models import Models
+from ddtree_jax.shapes import SHAPES
+
+PROGRAMS = {
+    "ar": rounds.ar_round,
+    "dflash": rounds.chain_round,
+    "ddtree": functools.partial(rounds.tree_round, budget=15, stable_top_k=False),
+    "prefill": rounds.prefill_chunk,
+}
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_round(name, sampled, monkeypatch):
+    # What depends on the device must take the GPU's way: unrolled levels, no padded rows.
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    abstract = nnx.eval_shape(lambda: Models(*SHAPES["tiny"], rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(abstract)
+    half = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), state)
+    empty = functools.partial(
+        rounds.empty_state, abstract, 2, 128, 8, jnp.bfloat16, drafting=name != "ar"
+    )
+    chunk = (
+        jax.ShapeDtypeStruct((2, 16), jnp.int32),
+        jax.ShapeDtypeStruct((2,), jnp.int32),
+        jax.ShapeDtypeStruct((2,), jnp.bool_),
+    )
+
+    def program(state, decode_state, *arguments):
+        models = nnx.merge(graphdef, state)
+        return PROGRAMS[name](models, decode_state, *arguments, sampled=sampled)
+
+    arguments = chunk if name == "prefill" else ()
+    traced = jax.jit(program, donate_argnums=1).trace(half, jax.eval_shape(empty), *arguments)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "stablehlo.dot_general" in text
+    assert "stablehlo.while" not in text  # no loop that the host would drive
+    # The caches are donated: their outputs reuse the inputs' buffers.
+    assert text.count("tf.aliasing_output") >= 2 * SHAPES["tiny"][0].num_layers
