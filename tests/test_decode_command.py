@@ -54,6 +54,11 @@ def refused(capsys, argv, *words):
 # Errors.
 
 
+def test_kernels_that_cannot_run_are_refused(capsys, ids):
+    argv = [*PAIR, "--prompt-ids", ids(), "--attention", "mosaic"]
+    refused(capsys, argv, "attention mosaic cannot be used", "the device is a cpu")
+
+
 @pytest.mark.parametrize(
     ("flag", "value"),
     [
@@ -74,7 +79,6 @@ def refused(capsys, argv, *words):
         ("--chat", None),
         ("--tree-budget", "auto"),
         ("--draft-noise", "on"),
-        ("--attention", "mosaic"),
     ],
 )
 def test_flags_of_later_are_refused_by_name(capsys, ids, flag, value):
