@@ -47,22 +47,23 @@ def _parser() -> shell.Parser:
 
 def answer_all(
     engine: Engine, conversations: list[Conversation], options: Options, advance=lambda: None
-) -> list[Generation]:
+) -> list[list[Generation]]:
     """Every turn of every conversation, answered with the model's own earlier answers."""
-    answers: list[list[str]] = [[] for _ in conversations]
-    everything = []
+    answers: list[list[Generation]] = [[] for _ in conversations]
     for turn in range(max(len(conversation) for conversation in conversations)):
         members = [i for i, conversation in enumerate(conversations) if turn < len(conversation)]
-        ids = [conversations[i].encode(engine.tokenizer, answers[i]) for i in members]
+        ids = [
+            conversations[i].encode(engine.tokenizer, [each.text or "" for each in answers[i]])
+            for i in members
+        ]
         results = {}
         for event, generation in engine.run(ids, options):
             results[event.index] = generation
             if event.done:
                 advance()
         for place, index in enumerate(members):
-            answers[index].append(engine.with_text(results[place]).text or "")
-            everything.append(results[place])
-    return everything
+            answers[index].append(engine.with_text(results[place]))
+    return answers
 
 
 def _measure(generations: list[Generation], reference: list[Generation]) -> dict[str, Any]:
@@ -113,27 +114,37 @@ def _acceptance(args) -> int:
         dtype=args.dtype,
         batch_size=args.batch_size,
     )
+    # One batch of all sets: rows stay busy, and no set compiles programs of its own.
+    conversations = [
+        Conversation(tuple(each)) for turns in sets.values() for each in turns[: args.limit]
+    ]
+    names = [name for name, turns in sets.items() for _ in turns[: args.limit]]
+    longest = max(len(conversation.encode(engine.tokenizer, [])) for conversation in conversations)
+    for options in modes:
+        engine.prepare(options, longest)
     rows: list[dict[str, Any]] = []
-    reference: dict[str, list[Generation]] = {}
+    reference: list[list[Generation]] = []
     with Progress(console=console, transient=True) as progress:
         for options in modes:
             label = options.mode + (f" {options.tree_budget}" if options.tree_budget else "")
+            task = progress.add_task(label, total=sum(map(len, conversations)))
+            results = answer_all(
+                engine, conversations, options, lambda task=task: progress.advance(task)
+            )
+            progress.remove_task(task)
+            reference = reference or results
             row: dict[str, Any] = {
                 "mode": options.mode,
                 "tree_budget": options.tree_budget,
                 "sets": {},
             }
-            for name, turns in sets.items():
-                conversations = [Conversation(tuple(each)) for each in turns[: args.limit]]
-                task = progress.add_task(
-                    f"{label}, {name}", total=sum(len(each) for each in conversations)
+            for name in sets:
+                members = [i for i, each in enumerate(names) if each == name]
+                mine, theirs = (
+                    [answer for i in members for answer in answers[i]]
+                    for answers in (results, reference)
                 )
-                results = answer_all(
-                    engine, conversations, options, lambda task=task: progress.advance(task)
-                )
-                progress.remove_task(task)
-                reference.setdefault(name, results)
-                row["sets"][name] = _measure(results, reference[name])
+                row["sets"][name] = _measure(mine, theirs)
             taus = [each["tau"] for each in row["sets"].values() if each["tau"] is not None]
             row["mean_tau"] = float(np.mean(taus)) if taus else None
             rows.append(row)
