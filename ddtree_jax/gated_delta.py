@@ -1,0 +1,272 @@
+"""Gated DeltaNet over trees, as pure functions (arXiv 2412.06464; checkpoints.md 3.4).
+
+A layer carries a matrix per value head, S <- exp(g) S + k u^T with u = beta (v - (exp(g) S)^T k),
+read by o = S^T q. It cannot be cropped, and a copy per tree node would be large. Along one path the
+recurrence has a closed form, and nodes that share no path share nothing, so a whole tree is
+
+    (I + A) U = beta (V - exp(G) K S),        A_ij = beta_i exp(G_i - G_j) (k_i . k_j),
+    O = exp(G) Q S + M U,                     M_ij = exp(G_i - G_j) (q_i . k_j),
+
+with A over the strict ancestors j of i and M over the ancestors and i itself, G_i the sum of g from
+the root to i, and S the committed state, which is only read. `absorb` takes the rows of an accepted
+path into the state: it needs their k, u and g, nothing else.
+
+Everything here is float32. Axes: b batch, n and m rows (nodes), p rows of a path, k key heads,
+r value heads of a key head, x key dim, y value dim, t taps of the convolution, c its channels of a
+key head.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+CHUNK = 64  # rows of a causal chunk that are solved together
+
+# Everything goes through the state for the rest of the text: no TF32.
+_einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["state", "window"], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True)
+class Recurrent:
+    """What a layer carries from row to row.
+
+    state: float32 [b, k, x, r, y]. window: [b, k, t - 1, c], the convolution's last inputs, oldest
+    first. Key heads stand where a K/V cache has its heads, so that both shard alike.
+    """
+
+    state: jax.Array
+    window: jax.Array
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["k", "u", "g", "inputs"], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True)
+class Nodes:
+    """What rebuilds the state after any path of uncommitted nodes.
+
+    k: float32 [b, n, k, x]. u: float32 [b, n, k, r, y]. g: float32 [b, n, k, r].
+    inputs: [b, n, k, c], what the convolution read.
+    """
+
+    k: jax.Array
+    u: jax.Array
+    g: jax.Array
+    inputs: jax.Array
+
+
+def recurrence(state, q_bnkx, k_bnkx, v_bnkry, g_bnkr, beta_bnkr) -> tuple[jax.Array, jax.Array]:
+    """The definition, row after row: (o [b, n, k, r, y], the state after the last row)."""
+
+    def step(state, row):
+        q, k, v, g, beta = row
+        state = jnp.exp(g)[:, :, None, :, None] * state
+        u = beta[..., None] * (v - _einsum("bkx,bkxry->bkry", k, state))
+        state = state + _einsum("bkx,bkry->bkxry", k, u)
+        return state, _einsum("bkx,bkxry->bkry", q, state)
+
+    rows = (q_bnkx, k_bnkx, v_bnkry, g_bnkr, beta_bnkr)
+    state, o = lax.scan(step, state, [jnp.swapaxes(row, 0, 1) for row in rows])
+    return jnp.swapaxes(o, 0, 1), state
+
+
+def _decays(g_bnkr: jax.Array, ancestors_bnm: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """exp(G_i) [b, n, k, r], and exp(G_i - G_j) [b, k, r, n, m], 0 unless j is i or above it.
+
+    G_i - G_j is the sum of g below j down to i, and it is summed as such: in the difference of two
+    sums a strong decay above j would swallow the weak ones below it. Masked before the exponential.
+    """
+    reach = ancestors_bnm.astype(jnp.float32)
+    strict = ancestors_bnm & ~jnp.eye(ancestors_bnm.shape[-1], dtype=bool)
+    below = jnp.where(strict[:, :, None, None], g_bnkr[..., None], 0.0)
+    between = _einsum("bni,bikrm->bkrnm", reach, below)
+    between = jnp.where(ancestors_bnm[:, None, None], between, -jnp.inf)
+    return jnp.exp(_einsum("bnm,bmkr->bnkr", reach, g_bnkr)), jnp.exp(between)
+
+
+def unit_inverse(a_bkrnm: jax.Array, depths_bn: jax.Array, max_depth: int) -> jax.Array:
+    """(I + A)^-1, where A_ij is 0 unless j lies above i, by log2(depth) pairs of products.
+
+    Levels of depth are joined in pairs: with T the inverse inside the blocks of `size` levels and
+    B what leads from the first to the second block of a pair, the inverse inside the pairs is
+    T - T B T, exactly. Entries of these inverses are products of the contractions I - beta k k^T,
+    hence at most 1, so nothing grows; the powers of A in a plain Neumann series grow like binomial
+    coefficients where keys are alike.
+    """
+    depth_n, depth_m = depths_bn[:, None, None, :, None], depths_bn[:, None, None, None, :]
+    inverse = jnp.broadcast_to(jnp.eye(a_bkrnm.shape[-1], dtype=a_bkrnm.dtype), a_bkrnm.shape)
+    size = 1
+    while size <= max_depth:
+        pair = depth_n // (2 * size) == depth_m // (2 * size)
+        between = jnp.where(pair & (depth_n // size > depth_m // size), a_bkrnm, 0.0)
+        if size > 1:  # the first blocks are single nodes, whose inverse is I
+            between = _einsum("bkrnm,bkrml->bkrnl", inverse, between)
+            between = _einsum("bkrnm,bkrml->bkrnl", between, inverse)
+        inverse = inverse - between
+        size *= 2
+    return inverse
+
+
+def _within(q, k, g, beta, ancestors_bnm, depths_bn, max_depth: int):
+    """All that does not depend on the state: exp(G), (I + A)^-1 and M."""
+    n = k.shape[1]
+    decay, between = _decays(g, ancestors_bnm)
+    scores = _einsum("bnkx,bmkx->bknm", jnp.concatenate([k, q], axis=1), k)[:, :, None]
+    a = beta.transpose(0, 2, 3, 1)[..., None] * between * scores[..., :n, :]
+    a = jnp.where(jnp.eye(n, dtype=bool), 0.0, a)
+    return decay, unit_inverse(a, depths_bn, max_depth), between * scores[..., n:, :]
+
+
+def _read(state, q, k, v, beta, decay, inverse, mix) -> tuple[jax.Array, jax.Array]:
+    """The outputs o and pseudo-values u, both [b, n, k, r, y]."""
+    seen = _einsum("bnkx,bkxry->bnkry", jnp.concatenate([k, q], axis=1), state)
+    k_seen, q_seen = jnp.split(seen, 2, axis=1)
+    right = beta[..., None] * (v - decay[..., None] * k_seen)
+    u = _einsum("bkrnm,bmkry->bnkry", inverse, right)
+    return decay[..., None] * q_seen + _einsum("bkrnm,bmkry->bnkry", mix, u), u
+
+
+def tree(
+    state: jax.Array,
+    q_bnkx: jax.Array,
+    k_bnkx: jax.Array,
+    v_bnkry: jax.Array,
+    g_bnkr: jax.Array,
+    beta_bnkr: jax.Array,
+    ancestors_bnm: jax.Array,
+    depths_bn: jax.Array,
+    max_depth: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Every node read along its own path from the committed state, float32 throughout.
+
+    Args:
+      state: [b, k, x, r, y], only read.
+      q_bnkx, k_bnkx, v_bnkry: normalised queries and keys, values.
+      g_bnkr, beta_bnkr: log-decays (<= 0) and step sizes (0 to 1).
+      ancestors_bnm: whether node m is node n or its ancestor.
+      depths_bn: of the nodes, the root 0.
+      max_depth: no node is deeper; static.
+
+    Returns:
+      o [b, n, k, r, y] and the pseudo-values u [b, n, k, r, y] for `absorb`.
+    """
+    within = _within(q_bnkx, k_bnkx, g_bnkr, beta_bnkr, ancestors_bnm, depths_bn, max_depth)
+    return _read(state, q_bnkx, k_bnkx, v_bnkry, beta_bnkr, *within)
+
+
+def absorb(state, k_bpkx: jax.Array, u_bpkry: jax.Array, g_bpkr: jax.Array) -> jax.Array:
+    """The state after the rows of one path; a row with u = 0 and g = 0 leaves it as it is."""
+    p = g_bpkr.shape[1]
+    index = jnp.arange(p)
+    later = (index[:, None] < index).astype(jnp.float32)
+    after = jnp.exp(_einsum("pj,bjkr->bpkr", later, g_bpkr))
+    decay = jnp.exp(g_bpkr.sum(axis=1))[:, :, None, :, None]
+    return decay * state + _einsum("bpkx,bpkry->bkxry", k_bpkx, after[..., None] * u_bpkry)
+
+
+def chunk(
+    state, q_bnkx, k_bnkx, v_bnkry, g_bnkr, beta_bnkr, size: int = CHUNK
+) -> tuple[jax.Array, jax.Array]:
+    """A causal chunk that is accepted whole: (o [b, n, k, r, y], the state after its last row).
+
+    `size` rows at a time. Only what depends on the state is done one after the other.
+    """
+    b, n = g_bnkr.shape[:2]
+    size = min(size, n)
+    count = -(-n // size)
+
+    def pieces(rows):
+        """[b, n, ...] -> [b * count, size, ...]; rows of zeros at the end change nothing."""
+        rows = jnp.pad(rows, ((0, 0), (0, count * size - n), *((0, 0),) * (rows.ndim - 2)))
+        return rows.reshape(b * count, size, *rows.shape[2:])
+
+    q, k, v, g, beta = map(pieces, (q_bnkx, k_bnkx, v_bnkry, g_bnkr, beta_bnkr))
+    index = jnp.broadcast_to(jnp.arange(size), (b * count, size))
+    causal = index[:, :, None] >= index[:, None, :]
+    within = _within(q, k, g, beta, causal, index, size - 1)
+
+    def step(state, piece):
+        q, k, v, g, beta, *within = piece
+        o, u = _read(state, q, k, v, beta, *within)
+        return absorb(state, k, u, g), o
+
+    everything = (q, k, v, g, beta, *within)
+    if count == 1:
+        return step(state, everything)[::-1]
+    by_piece = [jnp.swapaxes(x.reshape(b, count, *x.shape[1:]), 0, 1) for x in everything]
+    state, o = lax.scan(step, state, by_piece)
+    o = jnp.swapaxes(o, 0, 1)
+    return o.reshape(b, count * size, *o.shape[3:])[:, :n], state
+
+
+def conv_rows(ancestors_bnm: jax.Array, depths_bn: jax.Array, taps: int) -> jax.Array:
+    """int32 [b, n, taps]: the rows that each node's convolution reads, the oldest first.
+
+    They count through [taps - 1 committed inputs, the nodes]: the committed inputs are the root's
+    ancestors. For taps 4, a root (node 0) reads rows 0 1 2 3, its child (node 5) rows 1 2 3 8.
+    """
+    rows = []
+    for up in reversed(range(taps)):
+        wanted = depths_bn - up
+        found = ancestors_bnm & (depths_bn[:, None, :] == wanted[:, :, None])
+        above = jnp.where(wanted >= 0, jnp.argmax(found, axis=-1), wanted)
+        rows.append(taps - 1 + above)
+    return jnp.stack(rows, axis=-1).astype(jnp.int32)
+
+
+def convolve(
+    window_bktc: jax.Array, inputs_bnkc: jax.Array, weight_tkc: jax.Array, rows_bnt
+) -> jax.Array:
+    """silu of the depthwise convolution over each node's own past, float32 [b, n, k, c].
+
+    `rows_bnt` is that of `conv_rows`, or None for a causal chunk.
+    """
+    source = jnp.concatenate([window_bktc.transpose(0, 2, 1, 3), inputs_bnkc], axis=1)
+    n, taps = inputs_bnkc.shape[1], weight_tkc.shape[0]
+
+    def past(tap: int) -> jax.Array:
+        if rows_bnt is None:
+            return source[:, tap : tap + n]
+        return jnp.take_along_axis(source, rows_bnt[:, :, tap, None, None], axis=1)
+
+    wide = weight_tkc.astype(jnp.float32)
+    return jax.nn.silu(sum(wide[tap] * past(tap).astype(jnp.float32) for tap in range(taps)))
+
+
+def next_window(window_bktc: jax.Array, inputs_bpkc: jax.Array, count_b: jax.Array) -> jax.Array:
+    """The convolution's last inputs after the first `count_b` of these rows."""
+    source = jnp.concatenate([window_bktc, inputs_bpkc.transpose(0, 2, 1, 3)], axis=2)
+    rows = count_b[:, None] + jnp.arange(window_bktc.shape[2])
+    return jnp.take_along_axis(source, rows[:, None, :, None], axis=2)
+
+
+def commit(
+    carried: Recurrent, pending: Nodes | Recurrent, count_b: jax.Array, path_bp: jax.Array | None
+) -> Recurrent:
+    """What the layer carries after the first `count_b` rows of `path_bp` (None: rows 0, 1, ...).
+
+    A causal chunk has brought the new state itself; there is nothing left to choose.
+    """
+    if isinstance(pending, Recurrent):
+        return pending
+
+    def along(rows: jax.Array) -> jax.Array:
+        if path_bp is None:
+            return rows
+        index = path_bp.reshape(*path_bp.shape, *(1,) * (rows.ndim - 2))
+        return jnp.take_along_axis(rows, index, axis=1)
+
+    k, u, g = along(pending.k), along(pending.u), along(pending.g)
+    taken = jnp.arange(g.shape[1]) < count_b[:, None]
+    g = jnp.where(taken[:, :, None, None], g, 0.0)
+    u = jnp.where(taken[:, :, None, None, None], u, 0.0)
+    return Recurrent(
+        absorb(carried.state, k, u, g),
+        next_window(carried.window, along(pending.inputs), count_b),
+    )
