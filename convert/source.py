@@ -88,7 +88,7 @@ class Source[C: AnyConfig](ABC):
         """All parameters, {dotted path in the NNX state: array}.
 
         Args:
-          dtype: of every parameter; default: as stored.
+          dtype: of every parameter that is not float32 by nature; default: as stored.
           sharding_for: a parameter's path -> its jax.sharding.Sharding. Without it the arrays are
             NumPy's, with it JAX arrays placed on their devices one after the other.
           progress: called with (parameters done, all parameters).

@@ -16,7 +16,7 @@ from ddtree_jax.errors import InputError
 
 DATA, MODEL = "data", "model"
 # Logical axes of parameters (models/layers.py: param) that are split over the model axis.
-RULES = {"kv_heads": MODEL, "mlp": MODEL, "vocab": MODEL}
+RULES = {"kv_heads": MODEL, "key_heads": MODEL, "mlp": MODEL, "vocab": MODEL}
 
 
 def parameter_specs(state: nnx.State):

@@ -19,7 +19,7 @@ from ddtree_jax import api, rounds
 from ddtree_jax.commands import shell
 from ddtree_jax.engine import Engine, Options, bucket
 from ddtree_jax.errors import InputError
-from ddtree_jax.models import Models, parameter_name
+from ddtree_jax.models import Models, parameter_name, parameter_shapes
 from ddtree_jax.shapes import SHAPES
 
 WARM_UP = 10
@@ -41,16 +41,17 @@ def add_parser(commands) -> None:
 def random_parameters(models: Models, dtype) -> dict[str, jax.Array]:
     """Random values by path for an abstract module: norms one, everything else small."""
     make = jax.jit(
-        lambda key, shape: (0.02 * jax.random.normal(key, shape, jnp.float32)).astype(dtype),
-        static_argnums=1,
+        lambda key, shape, dtype: (0.02 * jax.random.normal(key, shape, jnp.float32)).astype(dtype),
+        static_argnums=(1, 2),
     )
-    named = jax.tree.flatten_with_path(nnx.state(models))[0]
+    named = jax.tree.flatten_with_path(parameter_shapes(nnx.state(models), dtype))[0]
     values = {}
     for index, (path, leaf) in enumerate(named):
         name = parameter_name(path)
         norm = name.endswith("weight_d")
         key = jax.random.key(index)
-        values[name] = jnp.ones(leaf.shape, dtype) if norm else make(key, leaf.shape)
+        kind = leaf.dtype
+        values[name] = jnp.ones(leaf.shape, kind) if norm else make(key, leaf.shape, kind)
     return values
 
 
@@ -72,10 +73,13 @@ def read_bandwidth() -> float:
 
 
 def bytes_read(engine: Engine, mode: str, context: int) -> int:
-    """What a round must read: layers and head once (twice when it drafts), and the K/V."""
+    """What a round must move: layers and head once (twice when it drafts), K/V and states.
+
+    A sliding layer reads its window; a recurrent state is read and written.
+    """
     width = jnp.dtype(engine.dtype).itemsize
     sizes = {
-        name: int(np.prod(shape.shape)) * width
+        name: int(np.prod(shape.shape)) * shape.dtype.itemsize
         for name, shape in zip(engine._leaf_names, engine._leaf_shapes, strict=True)
     }
     head = sizes.get("target.head_dv", sizes["target.embed_vd"])
@@ -83,7 +87,14 @@ def bytes_read(engine: Engine, mode: str, context: int) -> int:
     drafter = sum(size for name, size in sizes.items() if name.startswith("drafter."))
 
     def cache(config) -> int:
-        return 2 * config.num_layers * config.num_kv_heads * config.head_dim * context * width
+        seen = sum(
+            min(context, window or context)
+            for layer, window in enumerate(config.windows)
+            if not config.is_recurrent(layer)
+        )
+        delta = config.delta
+        states = 0 if delta is None else 2 * 4 * len(delta.layers) * delta.state_size
+        return 2 * config.num_kv_heads * config.head_dim * seen * width + states
 
     total = layers + head + cache(engine.target)
     if mode != "ar":
@@ -102,7 +113,7 @@ def measure(program: Callable, leaves, state, count: int) -> np.ndarray:
             flying.popleft().count.block_until_ready()
             stamps.append(time.perf_counter())
     length = int(np.max(jax.device_get(state.length)))
-    if length >= state.cache.k[0].shape[2]:
+    if length >= state.cache.slots:
         raise InputError("the rounds filled the cache: give fewer --rounds")
     return 1e3 * np.diff(stamps)[WARM_UP:]
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ddtree_jax.cache import Cache, Pending
+from ddtree_jax.cache import Cache, Pending, last_slots
 from ddtree_jax.config import DrafterConfig
 from ddtree_jax.models.layers import DecoderLayer, RMSNorm, linear, param, rope_tables
 
@@ -91,15 +91,15 @@ class Drafter(nnx.Module):
             pending.append((k[:, :c], v[:, :c]))
             if x is None:
                 continue
-            mask, lower = visible_btm, jnp.zeros_like(query)
+            mask, lower, length = visible_btm, jnp.zeros_like(query), length_b
+            keys = cache.layer(index)
             if config.causal_block[index]:
                 mask = mask & (distance >= 0)
             window = config.windows[index]
             if window is not None:
                 mask = mask & (jnp.abs(distance) < window)
                 lower = jnp.maximum(query - window + 1, 0)
-            x = x + layer.attention.attend(
-                q[:, c:], cache.layer(index), k, v, mask, lower, length_b
-            )
+                keys, lower, length = last_slots(keys, lower, length_b, window)
+            x = x + layer.attention.attend(q[:, c:], keys, k, v, mask, lower, length)
             x = x + layer.mlp(layer.mlp_norm(x))
         return None if x is None else self.norm(x), Pending.of(pending)

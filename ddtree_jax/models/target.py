@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from ddtree_jax.cache import Cache, Pending
+from ddtree_jax import gated_delta
+from ddtree_jax.cache import Cache, Pending, last_slots
 from ddtree_jax.config import TargetConfig
 from ddtree_jax.models.layers import (
     DecoderLayer,
@@ -15,10 +16,11 @@ from ddtree_jax.models.layers import (
     param,
     rope_tables,
 )
+from ddtree_jax.models.recurrent import Paths, RecurrentLayer
 
 
 class Target(nnx.Module):
-    """Llama or Qwen3 dense decoder (checkpoints.md 3.1, 3.2).
+    """Llama, Qwen3, Qwen3.5 or Qwen3-Next decoder, dense (checkpoints.md 3.1, 3.2, 3.4).
 
     Args:
       config: the model.
@@ -29,9 +31,16 @@ class Target(nnx.Module):
         shape = (config.padded_vocab, config.hidden_size)
         self.embed_vd = param(rngs, shape, ("vocab", None))
         self.layers = nnx.List(
-            [DecoderLayer(config, axis=axis, rngs=rngs) for _ in range(config.num_layers)]
+            [
+                (RecurrentLayer if config.is_recurrent(index) else DecoderLayer)(
+                    config, axis=axis, rngs=rngs
+                )
+                for index in range(config.num_layers)
+            ]
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, rngs=rngs)
+        self.norm = RMSNorm(
+            config.hidden_size, config.rms_norm_eps, centred=config.centred_norm, rngs=rngs
+        )
         if not config.tie_embeddings:
             self.head_dv = param(rngs, shape[::-1], (None, "vocab"))
         self.config, self.axis = config, axis
@@ -67,6 +76,9 @@ class Target(nnx.Module):
         ancestors_bnn: jax.Array,
         length_b: jax.Array,
         feature_layers: tuple[int, ...] = (),
+        *,
+        max_depth: int | None = None,
+        count_b: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, Pending]:
         """Runs the nodes of one tree per row over the committed prefix; the cache is only read.
 
@@ -77,30 +89,51 @@ class Target(nnx.Module):
           ancestors_bnn: [b, i, j] whether node j is node i or its ancestor.
           length_b: committed rows of the cache.
           feature_layers: layers whose output is returned as features.
+          max_depth: no node is deeper; static. None: as deep as a chain of the nodes.
+          count_b: real rows of a causal chunk that will be committed whole (prefill); None for
+            nodes of which any path may be. Recurrent layers then take the cheaper way.
 
         Returns:
           hidden [b, n, d] after the final norm; features [b, n, len(feature_layers) * d], the
-          residual stream after those layers; and the pending K/V of the nodes.
+          residual stream after those layers; and what is pending of the nodes.
         """
         positions = length_b[:, None] + depths_bn
+        no_bound = jnp.zeros_like(positions)
         tables = rope_tables(self.config.rope, self.config.head_dim, positions)
+        paths = self._paths(ancestors_bnn, depths_bn, max_depth, count_b)
         x = self.embed(tokens_bn)
-        features, pending = {}, []
+        softmax, recurrent = zip(cache.k, cache.v, strict=True), iter(cache.recurrent)
+        features, pending, pending_states = {}, [], []
         for index, (layer, window) in enumerate(zip(self.layers, self.config.windows, strict=True)):
             with jax.named_scope(f"target_layer_{index}"):
-                mask, lower = ancestors_bnn, jnp.zeros_like(positions)
-                if window is not None:
-                    mask = mask & (positions[:, :, None] - positions[:, None, :] < window)
-                    lower = jnp.maximum(positions - window + 1, 0)
-                q, k, v = layer.attention.project(layer.input_norm(x), tables)
-                x = x + layer.attention.attend(q, cache.layer(index), k, v, mask, lower, length_b)
+                y = layer.input_norm(x)
+                if isinstance(layer, RecurrentLayer):
+                    y, state = layer.delta(y, next(recurrent), paths)
+                    pending_states.append(state)
+                else:
+                    keys, mask, lower, length = next(softmax), ancestors_bnn, no_bound, length_b
+                    if window is not None:
+                        mask = mask & (positions[:, :, None] - positions[:, None, :] < window)
+                        lower = jnp.maximum(positions - window + 1, 0)
+                        keys, lower, length = last_slots(keys, lower, length_b, window)
+                    q, k, v = layer.attention.project(y, tables)
+                    y = layer.attention.attend(q, keys, k, v, mask, lower, length)
+                    pending.append((k, v))
+                x = x + y
                 x = x + layer.mlp(layer.mlp_norm(x))
-            pending.append((k, v))
             if index in feature_layers:
                 features[index] = x
         taps = [features[index] for index in feature_layers]
         return (
             self.norm(x),
             jnp.concatenate(taps, axis=-1) if taps else x[..., :0],
-            Pending.of(pending),
+            Pending.of(pending, pending_states),
         )
+
+    def _paths(self, ancestors_bnn, depths_bn, max_depth: int | None, count_b) -> Paths:
+        """What recurrent layers ask of the tree, found once for all of them."""
+        delta, deepest, rows = self.config.delta, depths_bn.shape[1] - 1, None
+        if delta is not None and count_b is None:
+            rows = gated_delta.conv_rows(ancestors_bnn, depths_bn, delta.conv_taps)
+        deepest = deepest if max_depth is None else min(max_depth, deepest)
+        return Paths(ancestors_bnn, depths_bn, deepest, rows, count_b)
