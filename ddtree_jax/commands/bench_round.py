@@ -20,7 +20,10 @@ from ddtree_jax.commands import shell
 from ddtree_jax.engine import Engine, Options, bucket
 from ddtree_jax.errors import InputError
 from ddtree_jax.models import Models, parameter_name, parameter_shapes
+from ddtree_jax.models.recurrent import RecurrentLayer
+from ddtree_jax.rounds import DecodeState
 from ddtree_jax.shapes import SHAPES
+from ddtree_jax.tree import Tree
 
 WARM_UP = 10
 AHEAD = 2  # rounds dispatched before the oldest is waited for
@@ -139,8 +142,8 @@ def stages(engine: Engine, options: Options, context: int, slots: int) -> dict[s
 
     def finish(models, state, tree, verified):
         after, emitted = rounds.accept_and_commit(models, state, tree, verified, block, False)
-        # Not donated here: returning the caches would add a copy of them to the measurement.
-        return emitted, after.length, after.features
+        # Not donated here: returning K/V would add a copy of all slots to the measurement.
+        return emitted, after.length, after.features, after.cache.recurrent
 
     logits = draft(leaves, state)
     tree = grow(leaves, state.bonus, logits)
@@ -156,12 +159,29 @@ def stages(engine: Engine, options: Options, context: int, slots: int) -> dict[s
             laps.append((time.perf_counter() - started) / 10)
         return 1e3 * float(np.median(laps))
 
-    return {
+    laps = {
         "draft": timed(lambda: draft(leaves, state)),
         "tree": timed(lambda: grow(leaves, state.bonus, logits)),
         "verify": timed(lambda: verify(leaves, state, tree)),
         "head and accept": timed(lambda: accept(leaves, state, tree, verified)),
     }
+    if engine.target.delta is not None:
+        recurrent = part(recurrent_part)
+        laps["of verify: Gated DeltaNet"] = timed(lambda: recurrent(leaves, state, tree))
+    return laps
+
+
+def recurrent_part(models: Models, state: DecodeState, tree: Tree) -> tuple[jax.Array, list]:
+    """The Gated DeltaNet of all recurrent layers in a row, projections included."""
+    target, pending = models.target, []
+    paths = target.paths(tree.ancestors, tree.depths, tree.max_depth, None)
+    x = target.embed(tree.tokens)
+    layers = [layer for layer in target.layers if isinstance(layer, RecurrentLayer)]
+    for layer, carried in zip(layers, state.cache.recurrent, strict=True):
+        y, nodes = layer.delta(layer.input_norm(x), carried, paths)
+        x = x + y
+        pending.append(nodes)
+    return x, pending
 
 
 def run(args) -> int:
@@ -213,7 +233,7 @@ def run(args) -> int:
         f"reads at {bandwidth / 1e9:.0f} GB/s"
     )
     columns = ["program", "median ms", "p10", "p90", "floor ms", "ratio"]
-    columns += ["draft", "tree", "verify", "head and accept"]
+    columns += list(rows[-1].get("stages_ms", {}))
     for column in columns:
         table.add_column(column, justify="left" if column == "program" else "right")
     for row in rows:

@@ -100,7 +100,7 @@ class Target(nnx.Module):
         positions = length_b[:, None] + depths_bn
         no_bound = jnp.zeros_like(positions)
         tables = rope_tables(self.config.rope, self.config.head_dim, positions)
-        paths = self._paths(ancestors_bnn, depths_bn, max_depth, count_b)
+        paths = self.paths(ancestors_bnn, depths_bn, max_depth, count_b)
         x = self.embed(tokens_bn)
         softmax, recurrent = zip(cache.k, cache.v, strict=True), iter(cache.recurrent)
         features, pending, pending_states = {}, [], []
@@ -130,7 +130,7 @@ class Target(nnx.Module):
             Pending.of(pending, pending_states),
         )
 
-    def _paths(self, ancestors_bnn, depths_bn, max_depth: int | None, count_b) -> Paths:
+    def paths(self, ancestors_bnn, depths_bn, max_depth: int | None, count_b) -> Paths:
         """What recurrent layers ask of the tree, found once for all of them."""
         delta, deepest, rows = self.config.delta, depths_bn.shape[1] - 1, None
         if delta is not None and count_b is None:
