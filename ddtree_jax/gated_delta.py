@@ -82,12 +82,14 @@ def _decays(g_bnkr: jax.Array, ancestors_bnm: jax.Array) -> tuple[jax.Array, jax
     G_i - G_j is the sum of g below j down to i, and it is summed as such: in the difference of two
     sums a strong decay above j would swallow the weak ones below it. Masked before the exponential.
     """
-    reach = ancestors_bnm.astype(jnp.float32)
-    strict = ancestors_bnm & ~jnp.eye(ancestors_bnm.shape[-1], dtype=bool)
-    below = jnp.where(strict[:, :, None, None], g_bnkr[..., None], 0.0)
-    between = _einsum("bni,bikrm->bkrnm", reach, below)
-    between = jnp.where(ancestors_bnm[:, None, None], between, -jnp.inf)
-    return jnp.exp(_einsum("bnm,bmkr->bnkr", reach, g_bnkr)), jnp.exp(between)
+    n = ancestors_bnm.shape[-1]
+    strict = ancestors_bnm & ~jnp.eye(n, dtype=bool)
+    # One more column: the committed state, which lies above every node.
+    above = jnp.pad(strict, ((0, 0), (0, 0), (0, 1)), constant_values=True)
+    below = jnp.where(above[:, :, None, None], g_bnkr[..., None], 0.0)
+    sums = _einsum("bni,bikrm->bkrnm", ancestors_bnm.astype(jnp.float32), below)
+    between = jnp.where(ancestors_bnm[:, None, None], sums[..., :n], -jnp.inf)
+    return jnp.exp(sums[..., n].transpose(0, 3, 1, 2)), jnp.exp(between)
 
 
 def unit_inverse(a_bkrnm: jax.Array, depths_bn: jax.Array, max_depth: int) -> jax.Array:
@@ -97,7 +99,7 @@ def unit_inverse(a_bkrnm: jax.Array, depths_bn: jax.Array, max_depth: int) -> ja
     B what leads from the first to the second block of a pair, the inverse inside the pairs is
     T - T B T, exactly. Entries of these inverses are products of the contractions I - beta k k^T,
     hence at most 1, so nothing grows; the powers of A in a plain Neumann series grow like binomial
-    coefficients where keys are alike.
+    coefficients where keys are alike (cosine 0.95: wrong by 3e-4 at depth 15, 16 at depth 31).
     """
     depth_n, depth_m = depths_bn[:, None, None, :, None], depths_bn[:, None, None, None, :]
     inverse = jnp.broadcast_to(jnp.eye(a_bkrnm.shape[-1], dtype=a_bkrnm.dtype), a_bkrnm.shape)
