@@ -244,3 +244,8 @@ def test_convolution_reads_up_the_tree_into_the_committed_inputs():
     rows = gated_delta.conv_rows(ancestors, jnp.asarray(depths)[None], TAPS)
     wanted = [[0, 1, 2, 3], [1, 2, 3, 4], [2, 3, 4, 5], [1, 2, 3, 6], [3, 4, 5, 7], [4, 5, 7, 8]]
     assert rows[0].tolist() == wanted
+    # A second root: packed documents begin with nothing, or with the same committed inputs.
+    parents, depths = np.append(parents, [-1, 6]), np.append(depths, [0, 1])
+    ancestors = trees.ancestor_matrix(jnp.asarray(parents)[None], 4)
+    rows = gated_delta.conv_rows(ancestors, jnp.asarray(depths)[None], TAPS)
+    assert rows[0].tolist() == [*wanted, [0, 1, 2, 9], [1, 2, 9, 10]]

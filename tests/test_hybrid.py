@@ -109,7 +109,8 @@ def test_one_layer(name):
     carried = caches.empty(target.config, 1, SLOTS, jnp.float32).recurrent[0]
     tree = trees.chain(row(wanted["ids"]))
     paths = Paths(tree.ancestors, tree.depths, 0, None, one(len(wanted["ids"])))
-    out, _ = layer.delta(jnp.asarray(wanted["delta_in"])[None], carried, paths)
+    run = jitted(layer, lambda layer, x: layer.delta(x, carried, paths)[0])
+    out = run(jnp.asarray(wanted["delta_in"])[None])
     close(out[0], wanted["delta_out"])
 
 
@@ -141,7 +142,7 @@ def test_tree_is_all_its_paths():
     run = jitted(random_hybrid("qwen3_5"), run_nodes)
     causal = trees.chain(jnp.zeros((1, DEEPEST + 1), jnp.int32))
     in_order = row(np.arange(DEEPEST + 1))
-    for seed in range(3):
+    for seed in range(2):
         generator = np.random.default_rng(seed)
         parents, depths = [-1], [0]
         for node in range(1, NODES):
@@ -174,10 +175,10 @@ def prefilled(chunk, soiled=False):
     """The state after a prompt of 24 tokens in chunks of `chunk`, perhaps in a used buffer."""
     pair = models("hybrid_swa")
     prompt = next(ids for ids in golden("hybrid_swa")["prompts"] if len(ids) == 24)
-    state = rounds.empty_state(pair, 1, 48, 1, jnp.float32, drafting=True)
+    state = rounds.empty_state(pair, 1, 48, 1, jnp.float32, drafting=False)
     if soiled:
-        used = jax.tree.map(lambda part: part + 3.0, (state.cache, state.draft_cache))
-        state = dataclasses.replace(state, cache=used[0], draft_cache=used[1])
+        used = jax.tree.map(lambda part: part + 3.0, state.cache)
+        state = dataclasses.replace(state, cache=used)
     state = dataclasses.replace(state, done=jnp.zeros(1, bool))
     step = jitted(pair, functools.partial(rounds.prefill_chunk, sampled=False))
     for start in range(0, len(prompt), chunk):
@@ -196,13 +197,10 @@ def test_prefill_in_chunks_commits_the_same_state(chunk, soiled):
         close(ours.state, theirs.state)
         close(ours.window, theirs.window)
         assert ours.state.dtype == jnp.float32
-    for part in ("cache", "draft_cache"):
-        for kind in ("k", "v"):
-            pairs = zip(
-                getattr(getattr(got, part), kind), getattr(getattr(wanted, part), kind), strict=True
-            )
-            for ours, theirs in pairs:
-                close(ours[:, :, :24], theirs[:, :, :24])
+    for ours, theirs in zip(
+        got.cache.k + got.cache.v, wanted.cache.k + wanted.cache.v, strict=True
+    ):
+        close(ours[:, :, :24], theirs[:, :, :24])
 
 
 def test_a_row_serves_one_prompt_after_the_other():
