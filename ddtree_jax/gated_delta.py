@@ -164,10 +164,10 @@ def tree(
 
 def absorb(state, k_bpkx: jax.Array, u_bpkry: jax.Array, g_bpkr: jax.Array) -> jax.Array:
     """The state after the rows of one path; a row with u = 0 and g = 0 leaves it as it is."""
-    p = g_bpkr.shape[1]
-    index = jnp.arange(p)
-    later = (index[:, None] < index).astype(jnp.float32)
-    after = jnp.exp(_einsum("pj,bjkr->bpkr", later, g_bpkr))
+    index = jnp.arange(g_bpkr.shape[1])
+    later = (index[:, None] < index)[:, :, None, None]
+    # Summed as masked: so few numbers are not worth a product's launch.
+    after = jnp.exp(jnp.where(later, g_bpkr[:, None], 0.0).sum(axis=2))
     decay = jnp.exp(g_bpkr.sum(axis=1))[:, :, None, :, None]
     return decay * state + _einsum("bpkx,bpkry->bkxry", k_bpkx, after[..., None] * u_bpkry)
 

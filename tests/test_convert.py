@@ -1,5 +1,6 @@
 """Conversion: every form of a model gives the same parameters, and every fault is one sentence."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -21,6 +22,7 @@ from convert.hf import SafetensorsFolder
 from ddtree_jax.config import DrafterConfig, parse_drafter, parse_target
 from ddtree_jax.errors import InputError
 from ddtree_jax.models import Drafter, Target
+from ddtree_jax.shapes import SHAPES
 from ddtree_jax.text import load_tokenizer
 
 
@@ -606,6 +608,79 @@ def test_hybrid_config():
     assert (alone.rope.partial, alone.attention_gate, alone.centred_norm) == (0.25, True, True)
     dense = QWEN3_NEXT | {"num_experts": 4, "mlp_only_layers": [0, 1]}
     assert parse(dense).delta.fused
+
+
+def test_published_configs_are_the_shapes_that_are_measured():
+    """Qwen3.6-27B and its drafter as they are published (checkpoints.md 1.4 and 3.4)."""
+    target, drafter = SHAPES["qwen3.6-27b"]
+    text = {
+        "attention_bias": False,
+        "attn_output_gate": True,
+        "eos_token_id": 248044,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 16,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 48,
+        "linear_value_head_dim": 128,
+        "mamba_ssm_dtype": "float32",
+        "max_position_embeddings": 262144,
+        "mtp_num_hidden_layers": 1,
+        "num_attention_heads": 24,
+        "num_hidden_layers": 64,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+        "tie_word_embeddings": False,
+        "vocab_size": 248320,
+    }
+    values = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "text_config": text,
+        "tie_word_embeddings": False,
+    }
+    assert parse(values) == dataclasses.replace(target, stop_ids=(248044,))
+    sliding, full = "sliding_attention", "full_attention"
+    values = {
+        "architectures": ["DFlashDraftModel"],
+        "dflash_config": {
+            "block_size": 16,
+            "mask_token_id": 248070,
+            "target_layer_ids": [1, 16, 31, 46, 61],
+        },
+        "head_dim": 128,
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "layer_types": [sliding] * 4 + [full],
+        "num_attention_heads": 32,
+        "num_hidden_layers": 5,
+        "num_key_value_heads": 8,
+        "num_target_layers": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000000,
+        "sliding_window": 2048,
+        "use_sliding_window": True,
+        "vocab_size": 248320,
+    }
+    published = dataclasses.replace(drafter, mask_token_id=248070)
+    assert parse(values) == published
+    assert published.causal_block == (True, True, True, True, False)
+    outside = values | values["dflash_config"] | {"dflash_config": {}}
+    assert parse(outside) == published
+    everywhere = parse(values | {"is_causal": False})
+    assert everywhere.causal_block == (False,) * 5
 
 
 @pytest.mark.parametrize(
