@@ -8,7 +8,7 @@ recurrence has a closed form, and nodes that share no path share nothing, so a w
     O = exp(G) Q S + M U,                     M_ij = exp(G_i - G_j) (q_i . k_j),
 
 with A over the strict ancestors j of i and M over the ancestors and i itself, G_i the sum of g from
-the root to i, and S the committed state, which is only read. `absorb` takes the rows of an accepted
+the root to i, and S the committed state, which is only read. `commit` takes the rows of an accepted
 path into the state: it needs their k, u and g, nothing else.
 
 Everything here is float32. Axes: b batch, n and m rows (nodes), p rows of a path, k key heads,
@@ -27,6 +27,7 @@ CHUNK = 64  # rows of a causal chunk that are solved together
 
 # Everything goes through the state for the rest of the text: no TF32.
 _einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+_matmul = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
 @functools.partial(
@@ -76,20 +77,21 @@ def recurrence(state, q_bnkx, k_bnkx, v_bnkry, g_bnkr, beta_bnkr) -> tuple[jax.A
     return jnp.swapaxes(o, 0, 1), state
 
 
-def _decays(g_bnkr: jax.Array, ancestors_bnm: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """exp(G_i) [b, n, k, r], and exp(G_i - G_j) [b, k, r, n, m], 0 unless j is i or above it.
+def _decays(g_bkrn: jax.Array, ancestors_bnm: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """exp(G_i) [b, k, r, n], and exp(G_i - G_j) [b, k, r, n, m], 0 unless j is i or above it.
 
     G_i - G_j is the sum of g below j down to i, and it is summed as such: in the difference of two
     sums a strong decay above j would swallow the weak ones below it. Masked before the exponential.
     """
-    n = ancestors_bnm.shape[-1]
+    b, k, r, n = g_bkrn.shape
     strict = ancestors_bnm & ~jnp.eye(n, dtype=bool)
     # One more column: the committed state, which lies above every node.
     above = jnp.pad(strict, ((0, 0), (0, 0), (0, 1)), constant_values=True)
-    below = jnp.where(above[:, :, None, None], g_bnkr[..., None], 0.0)
-    sums = _einsum("bni,bikrm->bkrnm", ancestors_bnm.astype(jnp.float32), below)
+    below = jnp.where(above[:, :, None, None], jnp.moveaxis(g_bkrn, 3, 1)[..., None], 0.0)
+    sums = _matmul(ancestors_bnm.astype(jnp.float32), below.reshape(b, n, -1))
+    sums = jnp.moveaxis(sums.reshape(b, n, k, r, n + 1), 1, 3)
     between = jnp.where(ancestors_bnm[:, None, None], sums[..., :n], -jnp.inf)
-    return jnp.exp(sums[..., n].transpose(0, 3, 1, 2)), jnp.exp(between)
+    return jnp.exp(sums[..., n]), jnp.exp(between)
 
 
 def unit_inverse(a_bkrnm: jax.Array, depths_bn: jax.Array, max_depth: int) -> jax.Array:
@@ -108,30 +110,37 @@ def unit_inverse(a_bkrnm: jax.Array, depths_bn: jax.Array, max_depth: int) -> ja
         pair = depth_n // (2 * size) == depth_m // (2 * size)
         between = jnp.where(pair & (depth_n // size > depth_m // size), a_bkrnm, 0.0)
         if size > 1:  # the first blocks are single nodes, whose inverse is I
-            between = _einsum("bkrnm,bkrml->bkrnl", inverse, between)
-            between = _einsum("bkrnm,bkrml->bkrnl", between, inverse)
+            between = _matmul(_matmul(inverse, between), inverse)
         inverse = inverse - between
         size *= 2
     return inverse
 
 
-def _within(q, k, g, beta, ancestors_bnm, depths_bn, max_depth: int):
+def _heads_first(q, k, v, g, beta) -> tuple[jax.Array, ...]:
+    """Rows last but one or last: every product is then one of matrices, batched over heads."""
+    rows_of_values = (jnp.moveaxis(x, 1, 3) for x in (v, g, beta))
+    return (q.swapaxes(1, 2), k.swapaxes(1, 2), *rows_of_values)
+
+
+def _within(q_bknx, k_bknx, g_bkrn, beta_bkrn, ancestors_bnm, depths_bn, max_depth: int):
     """All that does not depend on the state: exp(G), (I + A)^-1 and M."""
-    n = k.shape[1]
-    decay, between = _decays(g, ancestors_bnm)
-    scores = _einsum("bnkx,bmkx->bknm", jnp.concatenate([k, q], axis=1), k)[:, :, None]
-    a = beta.transpose(0, 2, 3, 1)[..., None] * between * scores[..., :n, :]
+    n = k_bknx.shape[2]
+    decay, between = _decays(g_bkrn, ancestors_bnm)
+    rows = jnp.concatenate([k_bknx, q_bknx], axis=2)
+    scores = _matmul(rows, k_bknx.swapaxes(2, 3))[:, :, None]
+    a = beta_bkrn[..., None] * between * scores[..., :n, :]
     a = jnp.where(jnp.eye(n, dtype=bool), 0.0, a)
     return decay, unit_inverse(a, depths_bn, max_depth), between * scores[..., n:, :]
 
 
-def _read(state, q, k, v, beta, decay, inverse, mix) -> tuple[jax.Array, jax.Array]:
-    """The outputs o and pseudo-values u, both [b, n, k, r, y]."""
-    seen = _einsum("bnkx,bkxry->bnkry", jnp.concatenate([k, q], axis=1), state)
-    k_seen, q_seen = jnp.split(seen, 2, axis=1)
-    right = beta[..., None] * (v - decay[..., None] * k_seen)
-    u = _einsum("bkrnm,bmkry->bnkry", inverse, right)
-    return decay[..., None] * q_seen + _einsum("bkrnm,bmkry->bnkry", mix, u), u
+def _read(state, q_bknx, k_bknx, v_bkrny, beta_bkrn, decay, inverse, mix):
+    """The outputs o and pseudo-values u, both [b, k, r, n, y]."""
+    b, k, x, r, y = state.shape
+    rows = jnp.concatenate([k_bknx, q_bknx], axis=2)
+    seen = _matmul(rows, state.reshape(b, k, x, r * y)).reshape(b, k, -1, r, y).swapaxes(2, 3)
+    k_seen, q_seen = jnp.split(seen, 2, axis=3)
+    u = _matmul(inverse, beta_bkrn[..., None] * (v_bkrny - decay[..., None] * k_seen))
+    return decay[..., None] * q_seen + _matmul(mix, u), u
 
 
 def tree(
@@ -156,20 +165,23 @@ def tree(
       max_depth: no node is deeper; static.
 
     Returns:
-      o [b, n, k, r, y] and the pseudo-values u [b, n, k, r, y] for `absorb`.
+      o [b, n, k, r, y] and the pseudo-values u [b, n, k, r, y], which `commit` takes.
     """
-    within = _within(q_bnkx, k_bnkx, g_bnkr, beta_bnkr, ancestors_bnm, depths_bn, max_depth)
-    return _read(state, q_bnkx, k_bnkx, v_bnkry, beta_bnkr, *within)
+    q, k, v, g, beta = _heads_first(q_bnkx, k_bnkx, v_bnkry, g_bnkr, beta_bnkr)
+    within = _within(q, k, g, beta, ancestors_bnm, depths_bn, max_depth)
+    o, u = _read(state, q, k, v, beta, *within)
+    return jnp.moveaxis(o, 3, 1), jnp.moveaxis(u, 3, 1)
 
 
-def absorb(state, k_bpkx: jax.Array, u_bpkry: jax.Array, g_bpkr: jax.Array) -> jax.Array:
+def _absorb(state, k_bkpx: jax.Array, u_bkrpy: jax.Array, g_bkrp: jax.Array) -> jax.Array:
     """The state after the rows of one path; a row with u = 0 and g = 0 leaves it as it is."""
-    index = jnp.arange(g_bpkr.shape[1])
-    later = (index[:, None] < index)[:, :, None, None]
+    b, k, _, r, y = state.shape
+    index = jnp.arange(g_bkrp.shape[-1])
     # Summed as masked: so few numbers are not worth a product's launch.
-    after = jnp.exp(jnp.where(later, g_bpkr[:, None], 0.0).sum(axis=2))
-    decay = jnp.exp(g_bpkr.sum(axis=1))[:, :, None, :, None]
-    return decay * state + _einsum("bpkx,bpkry->bkxry", k_bpkx, after[..., None] * u_bpkry)
+    later = jnp.where(index[:, None] < index, g_bkrp[..., None, :], 0.0).sum(axis=-1)
+    weighted = (jnp.exp(later)[..., None] * u_bkrpy).swapaxes(2, 3).reshape(b, k, -1, r * y)
+    taken = _matmul(k_bkpx.swapaxes(2, 3), weighted).reshape(state.shape)
+    return jnp.exp(g_bkrp.sum(axis=-1))[:, :, None, :, None] * state + taken
 
 
 def chunk(
@@ -188,7 +200,7 @@ def chunk(
         rows = jnp.pad(rows, ((0, 0), (0, count * size - n), *((0, 0),) * (rows.ndim - 2)))
         return rows.reshape(b * count, size, *rows.shape[2:])
 
-    q, k, v, g, beta = map(pieces, (q_bnkx, k_bnkx, v_bnkry, g_bnkr, beta_bnkr))
+    q, k, v, g, beta = _heads_first(*map(pieces, (q_bnkx, k_bnkx, v_bnkry, g_bnkr, beta_bnkr)))
     index = jnp.broadcast_to(jnp.arange(size), (b * count, size))
     causal = index[:, :, None] >= index[:, None, :]
     within = _within(q, k, g, beta, causal, index, size - 1)
@@ -196,7 +208,7 @@ def chunk(
     def step(state, piece):
         q, k, v, g, beta, *within = piece
         o, u = _read(state, q, k, v, beta, *within)
-        return absorb(state, k, u, g), o
+        return _absorb(state, k, u, g), jnp.moveaxis(o, 3, 1)
 
     everything = (q, k, v, g, beta, *within)
     if count == 1:
@@ -269,6 +281,6 @@ def commit(
     g = jnp.where(taken[:, :, None, None], g, 0.0)
     u = jnp.where(taken[:, :, None, None, None], u, 0.0)
     return Recurrent(
-        absorb(carried.state, k, u, g),
+        _absorb(carried.state, k.swapaxes(1, 2), jnp.moveaxis(u, 1, 3), jnp.moveaxis(g, 1, 3)),
         next_window(carried.window, along(pending.inputs), count_b),
     )
