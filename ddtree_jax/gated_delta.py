@@ -94,26 +94,37 @@ def _decays(g_bkrn: jax.Array, ancestors_bnm: jax.Array) -> tuple[jax.Array, jax
     return jnp.exp(sums[..., n]), jnp.exp(between)
 
 
-def unit_inverse(a_bkrnm: jax.Array, depths_bn: jax.Array, max_depth: int) -> jax.Array:
-    """(I + A)^-1, where A_ij is 0 unless j lies above i, by log2(depth) pairs of products.
+def unit_solve(
+    a_bkrnm: jax.Array, right_bkrny: jax.Array, depths_bn: jax.Array, max_depth: int
+) -> jax.Array:
+    """(I + A)^-1 right, where A_ij is 0 unless j lies above i, by few products.
 
-    Levels of depth are joined in pairs: with T the inverse inside the blocks of `size` levels and
-    B what leads from the first to the second block of a pair, the inverse inside the pairs is
-    T - T B T, exactly. Entries of these inverses are products of the contractions I - beta k k^T,
-    hence at most 1, so nothing grows; the powers of A in a plain Neumann series grow like binomial
-    coefficients where keys are alike (cosine 0.95: wrong by 3e-4 at depth 15, 16 at depth 31).
+    Depths are taken in blocks of 4, then of 16, 64, ... levels. Inside a block of 4 levels A^4 is
+    0, so (I + A)^-1 is (I - A)(I + A^2). That, applied to the whole system, makes I of every block
+    and leaves what leads from block to block, of which 4 are a block of the next size:
+
+        (I + A) U = R,  A = in + out   ->   (I + B) U = T R,  T = (I + in)^-1,  B = T out.
+
+    Entries of T and B are products of the contractions I - beta k k^T, hence at most 1, so little
+    is lost at any depth. One series over all depths would lose everything where keys are alike:
+    powers of A grow like binomial coefficients (cosine 0.95: 3e-4 at depth 15, 16 at depth 31).
     """
+    n = a_bkrnm.shape[-1]
     depth_n, depth_m = depths_bn[:, None, None, :, None], depths_bn[:, None, None, None, :]
-    inverse = jnp.broadcast_to(jnp.eye(a_bkrnm.shape[-1], dtype=a_bkrnm.dtype), a_bkrnm.shape)
-    size = 1
+    inner, right, size = a_bkrnm, right_bkrny, 1
     while size <= max_depth:
-        pair = depth_n // (2 * size) == depth_m // (2 * size)
-        between = jnp.where(pair & (depth_n // size > depth_m // size), a_bkrnm, 0.0)
-        if size > 1:  # the first blocks are single nodes, whose inverse is I
-            between = _matmul(_matmul(inverse, between), inverse)
-        inverse = inverse - between
-        size *= 2
-    return inverse
+        size *= 4
+        several = size <= max_depth
+        if several:
+            inside = depth_n // size == depth_m // size
+            right = jnp.concatenate([jnp.where(inside, 0.0, inner), right], axis=-1)
+            inner = jnp.where(inside, inner, 0.0)
+        once = _matmul(inner, jnp.concatenate([inner, right], axis=-1))
+        right = right - once[..., n:]
+        right = right + _matmul(once[..., :n], right)
+        if several:
+            inner, right = right[..., :n], right[..., n:]
+    return right
 
 
 def _heads_first(q, k, v, g, beta) -> tuple[jax.Array, ...]:
@@ -122,24 +133,24 @@ def _heads_first(q, k, v, g, beta) -> tuple[jax.Array, ...]:
     return (q.swapaxes(1, 2), k.swapaxes(1, 2), *rows_of_values)
 
 
-def _within(q_bknx, k_bknx, g_bkrn, beta_bkrn, ancestors_bnm, depths_bn, max_depth: int):
-    """All that does not depend on the state: exp(G), (I + A)^-1 and M."""
+def _within(q_bknx, k_bknx, g_bkrn, beta_bkrn, ancestors_bnm):
+    """What does not depend on the state: exp(G) [b, k, r, n], A and M [b, k, r, n, m]."""
     n = k_bknx.shape[2]
     decay, between = _decays(g_bkrn, ancestors_bnm)
     rows = jnp.concatenate([k_bknx, q_bknx], axis=2)
     scores = _matmul(rows, k_bknx.swapaxes(2, 3))[:, :, None]
     a = beta_bkrn[..., None] * between * scores[..., :n, :]
     a = jnp.where(jnp.eye(n, dtype=bool), 0.0, a)
-    return decay, unit_inverse(a, depths_bn, max_depth), between * scores[..., n:, :]
+    return decay, a, between * scores[..., n:, :]
 
 
-def _read(state, q_bknx, k_bknx, v_bkrny, beta_bkrn, decay, inverse, mix):
-    """The outputs o and pseudo-values u, both [b, k, r, n, y]."""
+def _read(state, q_bknx, k_bknx, v_bkrny, beta_bkrn, decay, solve, mix):
+    """The outputs o and pseudo-values u, both [b, k, r, n, y]; solve(R) is (I + A)^-1 R."""
     b, k, x, r, y = state.shape
     rows = jnp.concatenate([k_bknx, q_bknx], axis=2)
     seen = _matmul(rows, state.reshape(b, k, x, r * y)).reshape(b, k, -1, r, y).swapaxes(2, 3)
     k_seen, q_seen = jnp.split(seen, 2, axis=3)
-    u = _matmul(inverse, beta_bkrn[..., None] * (v_bkrny - decay[..., None] * k_seen))
+    u = solve(beta_bkrn[..., None] * (v_bkrny - decay[..., None] * k_seen))
     return decay[..., None] * q_seen + _matmul(mix, u), u
 
 
@@ -168,8 +179,9 @@ def tree(
       o [b, n, k, r, y] and the pseudo-values u [b, n, k, r, y], which `commit` takes.
     """
     q, k, v, g, beta = _heads_first(q_bnkx, k_bnkx, v_bnkry, g_bnkr, beta_bnkr)
-    within = _within(q, k, g, beta, ancestors_bnm, depths_bn, max_depth)
-    o, u = _read(state, q, k, v, beta, *within)
+    decay, a, mix = _within(q, k, g, beta, ancestors_bnm)
+    solve = functools.partial(unit_solve, a, depths_bn=depths_bn, max_depth=max_depth)
+    o, u = _read(state, q, k, v, beta, decay, solve, mix)
     return jnp.moveaxis(o, 3, 1), jnp.moveaxis(u, 3, 1)
 
 
@@ -203,14 +215,16 @@ def chunk(
     q, k, v, g, beta = _heads_first(*map(pieces, (q_bnkx, k_bnkx, v_bnkry, g_bnkr, beta_bnkr)))
     index = jnp.broadcast_to(jnp.arange(size), (b * count, size))
     causal = index[:, :, None] >= index[:, None, :]
-    within = _within(q, k, g, beta, causal, index, size - 1)
+    decay, a, mix = _within(q, k, g, beta, causal)
+    identity = jnp.broadcast_to(jnp.eye(size, dtype=a.dtype), a.shape)
+    inverse = unit_solve(a, identity, index, size - 1)
 
     def step(state, piece):
-        q, k, v, g, beta, *within = piece
-        o, u = _read(state, q, k, v, beta, *within)
+        q, k, v, g, beta, decay, inverse, mix = piece
+        o, u = _read(state, q, k, v, beta, decay, functools.partial(_matmul, inverse), mix)
         return _absorb(state, k, u, g), jnp.moveaxis(o, 3, 1)
 
-    everything = (q, k, v, g, beta, *within)
+    everything = (q, k, v, g, beta, decay, inverse, mix)
     if count == 1:
         return step(state, everything)[::-1]
     by_piece = [jnp.swapaxes(x.reshape(b, count, *x.shape[1:]), 0, 1) for x in everything]

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -228,13 +229,26 @@ def test_a_strong_decay_above_does_not_blur_weak_ones_below():
     assert (np.asarray(between[0, 0, 0])[np.triu_indices(4, 1)] == 0).all()
 
 
-def test_the_inverse_is_exact_where_a_power_series_is_not():
-    """Equal keys, full steps, no decay: A is all ones, its powers are binomial coefficients."""
-    depth = 32
-    a = np.tril(np.ones((depth, depth)), -1)
-    index = jnp.arange(depth)[None]
-    got = gated_delta.unit_inverse(jnp.asarray(a, jnp.float32)[None, None, None], index, depth - 1)
-    np.testing.assert_array_equal(got[0, 0, 0], np.linalg.inv(a + np.eye(depth)).round())
+@pytest.mark.parametrize("depth", [1, 2, 3, 4, 5, 15, 16, 31, 63])
+@pytest.mark.parametrize("alike", [1.0, 0.95, 0.0])
+def test_the_solve_is_exact_where_one_series_is_not(depth, alike):
+    """Full steps, no decay, keys of cosine `alike`: a chain, and nodes without a parent."""
+    generator = np.random.default_rng(3)
+    keys = generator.standard_normal((depth + 1, 64))
+    keys = np.sqrt(alike) + np.sqrt(1 - alike) * keys
+    keys /= np.linalg.norm(keys, axis=1, keepdims=True)
+    a = np.zeros((depth + 4, depth + 4), np.float32)
+    a[: depth + 1, : depth + 1] = np.tril(keys @ keys.T, -1)
+    right = generator.standard_normal((depth + 4, 5)).astype(np.float32)
+    depths = np.minimum(np.arange(depth + 4), depth)[None]
+    got = gated_delta.unit_solve(
+        jnp.asarray(a)[None, None, None],
+        jnp.asarray(right)[None, None, None],
+        jnp.asarray(depths),
+        depth,
+    )
+    wanted = np.linalg.solve(np.eye(len(a)) + a.astype(np.float64), right)
+    close(got[0, 0, 0], wanted)
 
 
 def test_convolution_reads_up_the_tree_into_the_committed_inputs():
