@@ -80,17 +80,17 @@ def single(rows):
     return {name: jnp.asarray(values[None], jnp.float32) for name, values in rows.items()}
 
 
-@functools.partial(jax.jit, static_argnames="whole")
-def forward(weight, carried, rows, parents, depths, *, whole=False):
+@functools.partial(jax.jit, static_argnames=("deepest", "whole"))
+def forward(weight, carried, rows, parents, depths, *, deepest=DEEPEST, whole=False):
     """Outputs of the nodes, and what is pending of them."""
-    ancestors = trees.ancestor_matrix(parents, DEEPEST)
+    ancestors = trees.ancestor_matrix(parents, deepest)
     places = None if whole else gated_delta.conv_rows(ancestors, depths, TAPS)
     mixed = gated_delta.convolve(carried.window, rows["inputs"], weight, places)
     q, k, v = split(mixed, rows["scale"], jnp)
     g, beta = rows["g"], rows["beta"]
     if whole:
         return gated_delta.chunk(carried.state, q, k, v, g, beta, size=5)
-    o, u = gated_delta.tree(carried.state, q, k, v, g, beta, ancestors, depths, DEEPEST)
+    o, u = gated_delta.tree(carried.state, q, k, v, g, beta, ancestors, depths, deepest)
     return o, Nodes(k, u, g, rows["inputs"])
 
 
@@ -160,18 +160,15 @@ def test_a_chunk_is_a_chain(generator, decay, prefix_length):
     prefix = draw_rows(generator, prefix_length, DECAYS[decay])
     rows = draw_rows(generator, NODES, DECAYS[decay])
     chain = np.arange(NODES)
-    carried = carried_after(weight, prefix)
-    o, state = forward(
-        jnp.asarray(weight, jnp.float32),
-        carried,
-        single(rows),
-        integers(chain - 1),
-        integers(chain),
-        whole=True,
-    )
+    carried, single_weight = carried_after(weight, prefix), jnp.asarray(weight, jnp.float32)
+    arguments = (single_weight, carried, single(rows), integers(chain - 1), integers(chain))
     wanted, last = plain(weight, joined(prefix, rows))
+    o, state = forward(*arguments, whole=True)
     close(o[0], wanted[prefix_length:])
     close(state[0], last)
+    o, pending = forward(*arguments, deepest=NODES - 1)
+    close(o[0], wanted[prefix_length:])
+    close(commit(carried, pending, jnp.full(1, NODES, jnp.int32), None).state[0], last)
 
 
 def test_the_scan_is_the_definition():
