@@ -28,6 +28,8 @@ CHUNK = 64  # rows of a causal chunk that are solved together
 # Everything goes through the state for the rest of the text: no TF32.
 _einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 _matmul = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+# Rows are chosen by what is known to be a row: neither clamped nor masked.
+_take = functools.partial(jnp.take_along_axis, mode="promise_in_bounds")
 
 
 @functools.partial(
@@ -261,7 +263,7 @@ def convolve(
     def past(tap: int) -> jax.Array:
         if rows_bnt is None:
             return source[:, tap : tap + n]
-        return jnp.take_along_axis(source, rows_bnt[:, :, tap, None, None], axis=1)
+        return _take(source, rows_bnt[:, :, tap, None, None], axis=1)
 
     wide = weight_tkc.astype(jnp.float32)
     return jax.nn.silu(sum(wide[tap] * past(tap).astype(jnp.float32) for tap in range(taps)))
@@ -271,7 +273,7 @@ def next_window(window_bktc: jax.Array, inputs_bpkc: jax.Array, count_b: jax.Arr
     """The convolution's last inputs after the first `count_b` of these rows."""
     source = jnp.concatenate([window_bktc, inputs_bpkc.transpose(0, 2, 1, 3)], axis=2)
     rows = count_b[:, None] + jnp.arange(window_bktc.shape[2])
-    return jnp.take_along_axis(source, rows[:, None, :, None], axis=2)
+    return _take(source, rows[:, None, :, None], axis=2)
 
 
 def commit(
@@ -288,7 +290,7 @@ def commit(
         if path_bp is None:
             return rows
         index = path_bp.reshape(*path_bp.shape, *(1,) * (rows.ndim - 2))
-        return jnp.take_along_axis(rows, index, axis=1)
+        return _take(rows, index, axis=1)
 
     k, u, g = along(pending.k), along(pending.u), along(pending.g)
     taken = jnp.arange(g.shape[1]) < count_b[:, None]
