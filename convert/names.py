@@ -364,11 +364,6 @@ def summarise(kind: str, problems: list[str]) -> list[str]:
     return [f"{kind} " + ", ".join(problems[:_LISTED]) + more]
 
 
-def _in_language_model(name: str) -> str:
-    """The name of a text model's tensor in a checkpoint that also sees."""
-    return re.sub(r"^model\.", "model.language_model.", name)
-
-
 def beside(config: TargetConfig | DrafterConfig, source: TensorSource) -> dict[str, list[str]]:
     """Tensors of a hybrid checkpoint that are no part of its language model, by what they are."""
     if config.delta is None:
@@ -395,7 +390,11 @@ def match(config: TargetConfig | DrafterConfig, source: TensorSource) -> dict[st
     found: dict[str, str] = {}
     missing, misshapen, quantised = [], [], []
     for name, shape in wanted.items():
-        candidates = (name, f"model.{name}") if drafter else (name, _in_language_model(name))
+        candidates = [name]
+        if drafter:
+            candidates.append(f"model.{name}")
+        if config.delta is not None:
+            candidates.append(re.sub(r"^model\.", "model.language_model.", name))
         actual = next((one for one in candidates if one in source.infos), None)
         if actual is None:
             missing.append(f"'{name}' {show(shape)}")
