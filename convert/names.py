@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ddtree_jax.config import DecoderConfig, DrafterConfig, TargetConfig
+from ddtree_jax.config import DecoderConfig, DeltaConfig, DrafterConfig, TargetConfig
 from ddtree_jax.errors import InputError
 
 Shape = tuple[int, ...]
@@ -22,6 +22,11 @@ FLOAT_DTYPES = ("bfloat16", "float16", "float32")
 _LISTED = 8  # problems spelled out per kind in one message
 _BLOCK = 64  # rows of a transposition that are moved together
 _IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")  # a buffer that old checkpoints carry
+# What a hybrid checkpoint holds beside its language model, which is all that is served.
+_BESIDE = {
+    "vision": re.compile(r"^(model\.)?visual\."),
+    "multi-token prediction": re.compile(r"^mtp\."),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +68,7 @@ class Leaf:
     sources: (name, [out, in] shape) of each tensor that it is made of.
     transform: builds it from the arrays of `sources`, in their order.
     shard_axis: the axis that tensor parallelism splits, or None for a replicated parameter.
+    wide: whether it is float32 whatever the model's dtype.
     """
 
     path: str
@@ -70,6 +76,11 @@ class Leaf:
     sources: tuple[tuple[str, Shape], ...]
     transform: Callable[..., np.ndarray]
     shard_axis: int | None = None
+    wide: bool = False
+
+    def dtype(self, model: np.dtype) -> np.dtype:
+        """Its dtype in a model of dtype `model`."""
+        return np.dtype(np.float32) if self.wide else np.dtype(model)
 
 
 def _same(x: np.ndarray) -> np.ndarray:
@@ -134,43 +145,145 @@ def _gate_up(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     return out
 
 
+def _fuse_gated(q: np.ndarray, k: np.ndarray, v: np.ndarray, *, kv_heads: int, head_dim: int):
+    """[heads * 2h, d] (a head's queries, then its gates), [k * h, d] twice -> [d, k, 2g + 2, h]."""
+    heads = q.reshape(kv_heads, -1, 2, head_dim, q.shape[-1])
+    k, v = (_per_group(x, kv_heads, head_dim) for x in (k, v))
+    fused = np.concatenate([heads[:, :, 0], k, v, heads[:, :, 1]], axis=1)
+    return _transpose(fused.reshape(-1, q.shape[1])).reshape(-1, *fused.shape[:-1])
+
+
+def _per_key_head(parts: list[np.ndarray], key_heads: int) -> np.ndarray:
+    """[k * n, ...] each -> [k, sum of n, ...]: a key head's rows of every part."""
+    return np.concatenate([x.reshape(key_heads, -1, *x.shape[1:]) for x in parts], axis=1)
+
+
+def _delta_in(*tensors: np.ndarray, delta: DeltaConfig) -> np.ndarray:
+    """The input projections -> [d, k, projected]; per key head q, k, v, z, b, a."""
+    k, d = delta.num_key_heads, tensors[0].shape[1]
+    if delta.fused:  # [q, k, v, z] and [b, a] per key head
+        parts = list(tensors)
+    else:
+        qkv, *rest = tensors
+        parts = [*_split_qkv(qkv, delta), *rest]
+    return _transpose(_per_key_head(parts, k).reshape(-1, d)).reshape(d, k, -1)
+
+
+def _split_qkv(rows: np.ndarray, delta: DeltaConfig) -> list[np.ndarray]:
+    """The q, k and v of all heads, which stand one after the other."""
+    size = delta.num_key_heads * delta.key_dim
+    return np.split(rows, [size, 2 * size])
+
+
+def _delta_conv(conv: np.ndarray, *, delta: DeltaConfig) -> np.ndarray:
+    """[channels of q, k, v, 1, t] -> [t, k, c]."""
+    k = delta.num_key_heads
+    grouped = _per_key_head(_split_qkv(conv[:, 0], delta), k)
+    return _transpose(grouped.reshape(-1, delta.conv_taps)).reshape(-1, *grouped.shape[:-1])
+
+
+def _delta_out(out: np.ndarray, *, delta: DeltaConfig) -> np.ndarray:
+    """[d, value heads * y] -> [k, r, y, d]."""
+    shape = (delta.num_key_heads, delta.group_size, delta.value_dim, -1)
+    return _transpose(out).reshape(shape)
+
+
+def _heads(x: np.ndarray, *, delta: DeltaConfig) -> np.ndarray:
+    """[value heads] -> [k, r]."""
+    return x.reshape(delta.num_key_heads, -1)
+
+
 def _norm(path: str, name: str, size: int) -> Leaf:
     return Leaf(f"{path}.weight_d", (size,), ((f"{name}.weight", (size,)),), _same)
 
 
-def _layer_leaves(config: DecoderConfig, path: str, name: str) -> Iterator[Leaf]:
-    """The parameters of decoder layer `path`, whose tensors are called `name`.*."""
-    d, f, h = config.hidden_size, config.intermediate_size, config.head_dim
-    k, g = config.num_kv_heads, config.group_size
-    rows = {"q": k * g * h, "k": k * h, "v": k * h}
-    attention, mlp = f"{name}.self_attn", f"{name}.mlp"
-    yield _norm(f"{path}.input_norm", f"{name}.input_layernorm", d)
+def _delta_leaves(config: DecoderConfig, path: str, name: str) -> Iterator[Leaf]:
+    """The parameters of Gated DeltaNet `path`, whose tensors are called `name`.*."""
+    assert config.delta is not None
+    delta, d = config.delta, config.hidden_size
+    k, r, heads = delta.num_key_heads, delta.group_size, delta.num_value_heads
+    values = heads * delta.value_dim
+    mixed = 2 * k * delta.key_dim + values
+    if delta.fused:
+        parts = {"qkvz": mixed + values, "ba": 2 * heads}
+    else:
+        parts = {"qkv": mixed, "z": values, "b": heads, "a": heads}
     yield Leaf(
-        f"{path}.attention.wqkv_dkgh",
-        (d, k, g + 2, h),
-        tuple((f"{attention}.{x}_proj.weight", (size, d)) for x, size in rows.items()),
-        functools.partial(_fuse_qkv, kv_heads=k, head_dim=h),
+        f"{path}.win_dkc",
+        (d, k, delta.projected),
+        tuple((f"{name}.in_proj_{x}.weight", (size, d)) for x, size in parts.items()),
+        functools.partial(_delta_in, delta=delta),
         shard_axis=1,
     )
     yield Leaf(
-        f"{path}.attention.wo_kghd",
+        f"{path}.conv_tkc",
+        (delta.conv_taps, k, delta.channels),
+        ((f"{name}.conv1d.weight", (mixed, 1, delta.conv_taps)),),
+        functools.partial(_delta_conv, delta=delta),
+        shard_axis=1,
+    )
+    for ours, theirs in (("a_log", "A_log"), ("dt_bias", "dt_bias")):
+        yield Leaf(
+            f"{path}.{ours}_kr",
+            (k, r),
+            ((f"{name}.{theirs}", (heads,)),),
+            functools.partial(_heads, delta=delta),
+            shard_axis=0,
+            wide=True,
+        )
+    yield _norm(f"{path}.norm", f"{name}.norm", delta.value_dim)
+    yield Leaf(
+        f"{path}.wo_kryd",
+        (k, r, delta.value_dim, d),
+        ((f"{name}.out_proj.weight", (d, values)),),
+        functools.partial(_delta_out, delta=delta),
+        shard_axis=0,
+    )
+
+
+def _attention_leaves(config: DecoderConfig, path: str, name: str) -> Iterator[Leaf]:
+    """The parameters of softmax attention `path`, whose tensors are called `name`.*."""
+    d, h = config.hidden_size, config.head_dim
+    k, g, gated = config.num_kv_heads, config.group_size, config.attention_gate
+    rows = {"q": k * g * h * (2 if gated else 1), "k": k * h, "v": k * h}
+    yield Leaf(
+        f"{path}.wqkv_dkgh",
+        (d, k, g + 2 + (g if gated else 0), h),
+        tuple((f"{name}.{x}_proj.weight", (size, d)) for x, size in rows.items()),
+        functools.partial(_fuse_gated if gated else _fuse_qkv, kv_heads=k, head_dim=h),
+        shard_axis=1,
+    )
+    yield Leaf(
+        f"{path}.wo_kghd",
         (k, g, h, d),
-        ((f"{attention}.o_proj.weight", (d, k * g * h)),),
+        ((f"{name}.o_proj.weight", (d, k * g * h)),),
         functools.partial(_split_heads, kv_heads=k, head_dim=h),
         shard_axis=0,
     )
     if config.attention_bias:
         yield Leaf(
-            f"{path}.attention.bqkv_kgh",
+            f"{path}.bqkv_kgh",
             (k, g + 2, h),
-            tuple((f"{attention}.{x}_proj.bias", (size,)) for x, size in rows.items()),
+            tuple((f"{name}.{x}_proj.bias", (size,)) for x, size in rows.items()),
             functools.partial(_fuse_bias, kv_heads=k, head_dim=h),
             shard_axis=0,
         )
-        yield Leaf(f"{path}.attention.bo_d", (d,), ((f"{attention}.o_proj.bias", (d,)),), _same)
+        yield Leaf(f"{path}.bo_d", (d,), ((f"{name}.o_proj.bias", (d,)),), _same)
     if config.qk_norm:
-        yield _norm(f"{path}.attention.q_norm", f"{attention}.q_norm", h)
-        yield _norm(f"{path}.attention.k_norm", f"{attention}.k_norm", h)
+        yield _norm(f"{path}.q_norm", f"{name}.q_norm", h)
+        yield _norm(f"{path}.k_norm", f"{name}.k_norm", h)
+
+
+def _layer_leaves(
+    config: DecoderConfig, path: str, name: str, *, recurrent: bool = False
+) -> Iterator[Leaf]:
+    """The parameters of decoder layer `path`, whose tensors are called `name`.*."""
+    d, f, mlp = config.hidden_size, config.intermediate_size, f"{name}.mlp"
+    yield _norm(f"{path}.input_norm", f"{name}.input_layernorm", d)
+    if recurrent:
+        yield from _delta_leaves(config, f"{path}.delta", f"{name}.linear_attn")
+    else:
+        yield from _attention_leaves(config, f"{path}.attention", f"{name}.self_attn")
     yield _norm(f"{path}.mlp_norm", f"{name}.post_attention_layernorm", d)
     yield Leaf(
         f"{path}.mlp.gate_up_d2f",
@@ -201,7 +314,12 @@ def target_leaves(config: TargetConfig) -> list[Leaf]:
         )
     ]
     for index in range(config.num_layers):
-        leaves += _layer_leaves(config, f"layers.{index}", f"model.layers.{index}")
+        leaves += _layer_leaves(
+            config,
+            f"layers.{index}",
+            f"model.layers.{index}",
+            recurrent=config.is_recurrent(index),
+        )
     leaves.append(_norm("norm", "model.norm", d))
     if not config.tie_embeddings:
         leaves.append(
@@ -246,11 +364,20 @@ def summarise(kind: str, problems: list[str]) -> list[str]:
     return [f"{kind} " + ", ".join(problems[:_LISTED]) + more]
 
 
+def beside(config: TargetConfig | DrafterConfig, source: TensorSource) -> dict[str, list[str]]:
+    """Tensors of a hybrid checkpoint that are no part of its language model, by what they are."""
+    if config.delta is None:
+        return {}
+    found = {kind: list(filter(name.search, source.infos)) for kind, name in _BESIDE.items()}
+    return {kind: names for kind, names in found.items() if names}
+
+
 def match(config: TargetConfig | DrafterConfig, source: TensorSource) -> dict[str, str]:
     """Finds the tensor of every name in the table: {name in the table: name in the source}.
 
-    Names of a drafter may carry the prefix "model.". A tied target may carry "lm_head.weight",
-    which equals its embedding and is not read.
+    Names of a drafter may carry the prefix "model.", those of a hybrid target's language model
+    "model.language_model."; its vision and multi-token prediction tensors are left out (`beside`).
+    A tied target may carry "lm_head.weight", which equals its embedding and is not read.
 
     Raises:
       InputError: tensors are missing, unknown, misshapen or not floating point; it names them all
@@ -263,7 +390,11 @@ def match(config: TargetConfig | DrafterConfig, source: TensorSource) -> dict[st
     found: dict[str, str] = {}
     missing, misshapen, quantised = [], [], []
     for name, shape in wanted.items():
-        candidates = (name, f"model.{name}") if drafter else (name,)
+        candidates = [name]
+        if drafter:
+            candidates.append(f"model.{name}")
+        if config.delta is not None:
+            candidates.append(re.sub(r"^model\.", "model.language_model.", name))
         actual = next((one for one in candidates if one in source.infos), None)
         if actual is None:
             missing.append(f"'{name}' {show(shape)}")
@@ -277,10 +408,11 @@ def match(config: TargetConfig | DrafterConfig, source: TensorSource) -> dict[st
                 f"'{actual}' {show(info.shape)} in {info.file} (expected {show(shape)})"
             )
     used = set(found.values()) | ignored
+    left_out = {name for names in beside(config, source).values() for name in names}
     unknown = [
         f"'{name}' {show(info.shape)} in {info.file}"
         for name, info in source.infos.items()
-        if name not in used and not _IGNORED.search(name)
+        if name not in used and not _IGNORED.search(name) and name not in left_out
     ]
     problems = (
         summarise("tensors are missing:", missing)
@@ -294,8 +426,8 @@ def match(config: TargetConfig | DrafterConfig, source: TensorSource) -> dict[st
 
 
 def build(leaf: Leaf, source: TensorSource, found: Mapping[str, str], dtype) -> np.ndarray:
-    """Reads the tensors of one leaf and makes its array, contiguous, of `dtype`."""
-    dtype = np.dtype(dtype)
+    """Reads the tensors of one leaf and makes its array, contiguous, for a model of `dtype`."""
+    dtype = leaf.dtype(dtype)
     # Moved as plain integers of the same width: NumPy copies those faster than bfloat16.
     bits = np.dtype(f"u{dtype.itemsize}")
     arrays = [

@@ -15,7 +15,7 @@ _BYTES = {"bfloat16": 2, "float32": 4}
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes on one GPU: weights, and the K/V cache of one sequence of `max_length` positions."""
+    """Bytes on one GPU: weights, and what is cached of one sequence of `max_length` positions."""
 
     weights: int
     cache: int
@@ -41,17 +41,25 @@ def _elements_per_gpu(leaf: Leaf, config: DecoderConfig, tp: int) -> int:
     if leaf.shard_axis is None or tp == 1:
         return size
     if leaf.path.endswith(("wqkv_dkgh", "bqkv_kgh")):
-        heads = config.num_heads + 2 * config.num_kv_heads
-        local = math.ceil(config.num_heads / tp) + 2 * _kv_heads_per_gpu(config, tp)
+        queries = config.num_heads * (2 if config.attention_gate else 1)
+        heads = queries + 2 * config.num_kv_heads
+        local = math.ceil(queries / tp) + 2 * _kv_heads_per_gpu(config, tp)
         return size // heads * local
     return math.ceil(size / tp)
 
 
 def memory(source: Source[AnyConfig], tp: int, max_length: int, dtype: str) -> Memory:
     config, width = source.config, _BYTES[dtype]
-    weights = width * sum(_elements_per_gpu(leaf, config, tp) for leaf in source.leaves)
+    weights = sum(
+        _elements_per_gpu(leaf, config, tp) * (4 if leaf.wide else width) for leaf in source.leaves
+    )
     heads = _kv_heads_per_gpu(config, tp)
-    cache = 2 * width * config.num_layers * heads * config.head_dim * max_length
+    cache = 2 * width * config.num_softmax_layers * heads * config.head_dim * max_length
+    if config.delta is not None:
+        delta, key_heads = config.delta, math.ceil(config.delta.num_key_heads / tp)
+        state = 4 * delta.state_size // delta.num_key_heads
+        window = width * (delta.conv_taps - 1) * delta.channels
+        cache += len(delta.layers) * key_heads * (state + window)
     return Memory(weights, cache, max_length, tp, dtype)
 
 
@@ -61,6 +69,8 @@ def sharding_warnings(config: DecoderConfig, tp: int) -> list[str]:
     k = config.num_kv_heads
     if config.num_heads % tp or (k % tp and tp % k):
         warnings.append(f"{config.num_heads} heads in {k} KV groups do not divide over {tp} GPUs")
+    if config.delta is not None and config.delta.num_key_heads % tp:
+        warnings.append(f"{config.delta.num_key_heads} key heads do not divide over {tp} GPUs")
     if config.intermediate_size % tp:
         warnings.append(f"the MLP size {config.intermediate_size} does not divide over {tp} GPUs")
     if isinstance(config, TargetConfig) and config.padded_vocab % tp:
@@ -72,11 +82,16 @@ def _rope(rope: RopeConfig) -> str:
     text = f"{rope.kind}, theta {rope.theta:g}"
     if rope.kind != "default":
         text += f", factor {rope.factor:g} over {rope.original_max_position} positions"
+    if rope.partial != 1:
+        text += f", {rope.partial:g} of each head"
     return text
 
 
 def _attention(config: DecoderConfig) -> str:
     windows = [w for w in config.windows if w is not None]
+    if config.delta is not None:
+        layers = f"{config.num_softmax_layers} of {config.num_layers} layers"
+        return f"full in {layers}, Gated DeltaNet in {len(config.delta.layers)}"
     if not windows:
         return f"full in all {config.num_layers} layers"
     sizes = ", ".join(map(str, sorted(set(windows))))
@@ -87,9 +102,12 @@ def facts(source: Source[AnyConfig]) -> dict[str, str]:
     """Label -> value, in the order in which they are shown."""
     config = source.config
     count = sum(math.prod(shape) for leaf in source.leaves for _, shape in leaf.sources)
-    extras = [
-        word for word, on in (("q/k norm", config.qk_norm), ("biases", config.attention_bias)) if on
-    ]
+    words = {
+        "output gate": config.attention_gate,
+        "q/k norm": config.qk_norm,
+        "biases": config.attention_bias,
+    }
+    extras = [word for word, on in words.items() if on]
     rows = {
         "kind": source.kind,
         "architecture": ", ".join(source.values.get("architectures") or ["-"]),
@@ -102,6 +120,12 @@ def facts(source: Source[AnyConfig]) -> dict[str, str]:
         "rotary": _rope(config.rope),
         "norm epsilon": f"{config.rms_norm_eps:g}",
     }
+    if config.delta is not None:
+        delta = config.delta
+        rows["Gated DeltaNet"] = (
+            f"{delta.num_key_heads} key heads of size {delta.key_dim}, {delta.num_value_heads} "
+            f"value heads of size {delta.value_dim}, convolution of {delta.conv_taps}"
+        )
     if isinstance(config, DrafterConfig):
         causal = sum(config.causal_block)
         rows |= {
@@ -125,6 +149,7 @@ def facts(source: Source[AnyConfig]) -> dict[str, str]:
 def warnings(source: Source[AnyConfig], tp: int, max_length: int) -> list[str]:
     config = source.config
     found = sharding_warnings(config, tp)
+    found += [f"{len(part)} {kind} tensors are left out" for kind, part in source.beside.items()]
     if isinstance(config, DrafterConfig):
         if config.num_target_layers is None:
             found.append("the config does not say how many layers its target has")

@@ -64,6 +64,14 @@ class Source[C: AnyConfig](ABC):
     def default_dtype(self) -> str: ...
 
     @property
+    def beside(self) -> dict[str, list[str]]:
+        """Tensors of a hybrid checkpoint that are no part of its language model, by what they are.
+
+        They are left out of a conversion.
+        """
+        return {}
+
+    @property
     def kind(self) -> str:
         return "drafter" if isinstance(self.config, DrafterConfig) else "target"
 
@@ -88,7 +96,7 @@ class Source[C: AnyConfig](ABC):
         """All parameters, {dotted path in the NNX state: array}.
 
         Args:
-          dtype: of every parameter; default: as stored.
+          dtype: of every parameter that is not float32 by nature; default: as stored.
           sharding_for: a parameter's path -> its jax.sharding.Sharding. Without it the arrays are
             NumPy's, with it JAX arrays placed on their devices one after the other.
           progress: called with (parameters done, all parameters).
@@ -120,6 +128,10 @@ class _Unconverted(Source[AnyConfig]):
     @property
     def default_dtype(self) -> str:
         return self.tensors.default_dtype
+
+    @property
+    def beside(self) -> dict[str, list[str]]:
+        return names.beside(self.config, self.tensors)
 
     @cached_property
     def _found(self) -> dict[str, str]:

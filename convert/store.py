@@ -46,7 +46,8 @@ TOKENIZER_FILES = (
 class Header:
     """The contents of ddtree.json.
 
-    kind: "target" or "drafter"; dtype: of every parameter; source: {"path"} or {"id", "revision"}.
+    kind: "target" or "drafter"; dtype: of every parameter that is not float32 by nature; source:
+    {"path"} or {"id", "revision"}.
     """
 
     kind: str
@@ -286,7 +287,9 @@ def load_params(
         import jax
 
         abstract = {
-            leaf.path: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding_for(leaf.path))
+            leaf.path: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype(dtype), sharding=sharding_for(leaf.path)
+            )
             for leaf in leaves
         }
 
@@ -298,7 +301,9 @@ def load_params(
     if params is None:
         raise InputError(f"{folder / PARAMS}: is damaged; convert the model again ({reason})")
     if sharding_for is None:
-        params = {path: array.astype(dtype, copy=False) for path, array in params.items()}
+        params = {
+            leaf.path: params[leaf.path].astype(leaf.dtype(dtype), copy=False) for leaf in leaves
+        }
     return params
 
 

@@ -21,7 +21,7 @@ MAX_STOP_IDS = 8
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding over all of `head_dim`, neox style (rotate half).
+    """Rotary embedding over the first `partial` of `head_dim`, neox style (rotate half).
 
     kind: "default", "llama3" or "yarn"; the other fields are used by the kinds that need them.
     """
@@ -36,6 +36,44 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    partial: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaConfig:
+    """The Gated DeltaNet layers of a hybrid target (checkpoints.md 3.4).
+
+    layers: which decoder layers they are, counted from 0. fused: whether the checkpoint keeps their
+    projections fused per key head, as Qwen3-Next does.
+    """
+
+    layers: tuple[int, ...]
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_taps: int
+    fused: bool = False
+
+    @property
+    def group_size(self) -> int:
+        """Value heads per key head."""
+        return self.num_value_heads // self.num_key_heads
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution per key head: q, k, then the group's v."""
+        return 2 * self.key_dim + self.group_size * self.value_dim
+
+    @property
+    def state_size(self) -> int:
+        """Numbers in a layer's state."""
+        return self.num_value_heads * self.key_dim * self.value_dim
+
+    @property
+    def projected(self) -> int:
+        """Columns of the input projection per key head: the channels, then z, b and a."""
+        return self.channels + self.group_size * (self.value_dim + 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +81,8 @@ class DecoderConfig:
     """What target and drafter layers share.
 
     windows[l] is the sliding window of layer l in positions, the query itself counted, or None for
-    full attention.
+    full attention. attention_gate: softmax attention is multiplied by a sigmoid of its own input.
+    centred_norm: norms multiply by 1 + w. delta: the layers that are no softmax attention.
     """
 
     hidden_size: int
@@ -57,16 +96,26 @@ class DecoderConfig:
     qk_norm: bool
     attention_bias: bool
     windows: tuple[int | None, ...]
+    attention_gate: bool = dataclasses.field(default=False, kw_only=True)
+    centred_norm: bool = dataclasses.field(default=False, kw_only=True)
+    delta: DeltaConfig | None = dataclasses.field(default=None, kw_only=True)
 
     @property
     def group_size(self) -> int:
         """Query heads per KV head."""
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def num_softmax_layers(self) -> int:
+        return self.num_layers - len(self.delta.layers if self.delta else ())
+
+    def is_recurrent(self, layer: int) -> bool:
+        return self.delta is not None and layer in self.delta.layers
+
 
 @dataclasses.dataclass(frozen=True)
 class TargetConfig(DecoderConfig):
-    """A causal language model of the Llama or Qwen3 dense family."""
+    """A dense causal language model of the Llama, Qwen3, Qwen3.5 or Qwen3-Next family."""
 
     family: str
     vocab_size: int
@@ -166,8 +215,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _rope(config: _Reader, head_dim: int, default_theta: float | None) -> RopeConfig:
-    """RoPE from `rope_parameters` (transformers 5), else `rope_scaling` + `rope_theta` (4)."""
+def _rope(
+    config: _Reader, head_dim: int, default_theta: float | None, default_partial: float | None
+) -> RopeConfig:
+    """RoPE from `rope_parameters` (transformers 5), else `rope_scaling` + `rope_theta` (4).
+
+    Without a `default_partial` the family rotates all of `head_dim`.
+    """
     params = config.section("rope_parameters")
     if not params.values:
         params = config.section("rope_scaling")
@@ -178,12 +232,16 @@ def _rope(config: _Reader, head_dim: int, default_theta: float | None) -> RopeCo
         params = kinds[0]
     theta = params.get("rope_theta", config.get("rope_theta", default_theta))
     theta = _Reader({"rope_theta": theta}, config.source, config.prefix).number("rope_theta")
-    partial = params.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise config.fail("partial_rotary_factor", f"is {partial}; only 1.0 is supported")
+    holder = config if params.get("partial_rotary_factor") is None else params
+    partial = holder.number("partial_rotary_factor", default=default_partial or 1.0)
+    if default_partial is None and partial != 1.0:
+        raise holder.fail("partial_rotary_factor", f"is {partial}; only 1.0 is supported")
+    if partial > 1 or int(head_dim * partial) % 2 or int(head_dim * partial) == 0:
+        wanted = f"a part of {head_dim} that is an even number of dimensions"
+        raise holder.fail("partial_rotary_factor", f"is {partial}; expected {wanted}")
     kind = params.get("rope_type", params.get("type", "default"))
     if kind == "default":
-        return RopeConfig(theta)
+        return RopeConfig(theta, partial=partial)
     if kind not in ("llama3", "yarn"):
         known = "expected default, llama3 or yarn"
         raise params.fail("rope_type", f"is {kind!r}, which is not supported; {known}")
@@ -199,6 +257,7 @@ def _rope(config: _Reader, head_dim: int, default_theta: float | None) -> RopeCo
             original_max_position=original,
             low_freq_factor=params.number("low_freq_factor"),
             high_freq_factor=params.number("high_freq_factor"),
+            partial=partial,
         )
     factor = params.number("factor", default=(max_position or 0) / original or None)
     return RopeConfig(
@@ -210,6 +269,7 @@ def _rope(config: _Reader, head_dim: int, default_theta: float | None) -> RopeCo
         beta_slow=params.number("beta_slow", default=1.0),
         truncate=params.flag("truncate", True),
         attention_factor=_yarn_attention_factor(params, factor),
+        partial=partial,
     )
 
 
@@ -252,7 +312,9 @@ def _windows(config: _Reader, num_layers: int, *, by_layer_types: bool) -> tuple
     return tuple(windows)
 
 
-def _decoder_fields(config: _Reader, default_theta: float | None) -> dict[str, Any]:
+def _decoder_fields(
+    config: _Reader, default_theta: float | None, default_partial: float | None = None
+) -> dict[str, Any]:
     if config.get("hidden_act", "silu") != "silu":
         raise config.fail("hidden_act", f"is {config.get('hidden_act')!r}; expected 'silu'")
     hidden_size = config.integer("hidden_size")
@@ -272,12 +334,89 @@ def _decoder_fields(config: _Reader, default_theta: float | None) -> dict[str, A
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         rms_norm_eps=config.number("rms_norm_eps", default=1e-6),
-        rope=_rope(config, head_dim, default_theta),
+        rope=_rope(config, head_dim, default_theta, default_partial),
         attention_bias=config.flag("attention_bias", False),
     )
 
 
-_FAMILIES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
+def _delta(config: _Reader, num_layers: int, family: str) -> DeltaConfig:
+    """The Gated DeltaNet layers, from `layer_types` or else `full_attention_interval`."""
+    kinds = config.get("layer_types")
+    if kinds is None:
+        interval = config.integer("full_attention_interval")
+        full = [(layer + 1) % interval == 0 for layer in range(num_layers)]
+        kinds = ["full_attention" if one else "linear_attention" for one in full]
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise config.fail("layer_types", f"must list {num_layers} layer kinds")
+    known = ("linear_attention", "full_attention")
+    for kind in kinds:
+        if kind not in known:
+            raise config.fail("layer_types", f"holds {kind!r}; expected {' or '.join(known)}")
+    for kind in known:
+        if kind not in kinds:
+            raise config.fail("layer_types", f"holds no {kind}; expected layers of both kinds")
+    key_heads = config.integer("linear_num_key_heads")
+    value_heads = config.integer("linear_num_value_heads")
+    if value_heads % key_heads:
+        raise config.fail(
+            "linear_num_value_heads", f"is {value_heads}; expected a multiple of {key_heads}"
+        )
+    return DeltaConfig(
+        layers=tuple(layer for layer, kind in enumerate(kinds) if kind == known[0]),
+        num_key_heads=key_heads,
+        num_value_heads=value_heads,
+        key_dim=config.integer("linear_key_head_dim"),
+        value_dim=config.integer("linear_value_head_dim"),
+        conv_taps=config.integer("linear_conv_kernel_dim", minimum=2),
+        fused=family == "qwen3_next",
+    )
+
+
+def _refuse_experts(config: _Reader, num_layers: int, family: str) -> None:
+    """A layer of Qwen3-Next is a mixture of experts unless its configuration says otherwise."""
+    experts = config.get("num_experts", 512 if family == "qwen3_next" else 0)
+    dense = config.get("mlp_only_layers", [])
+    step = config.integer("decoder_sparse_step", default=1)
+    if not isinstance(dense, list):
+        raise config.fail("mlp_only_layers", f"is {dense!r}; expected a list of layers")
+    sparse = [i for i in range(num_layers) if i not in dense and (i + 1) % step == 0]
+    if experts and sparse:
+        raise config.fail(
+            "num_experts",
+            f"is {experts}: mixtures of experts are not supported yet; expected a dense model",
+        )
+
+
+def _hybrid_fields(config: _Reader, family: str) -> dict[str, Any]:
+    """Qwen3.5, Qwen3.6 and Qwen3-Next: Gated DeltaNet layers, gated softmax attention."""
+    config.integer("head_dim")  # not hidden size / heads in these families
+    if not config.flag("attn_output_gate", True):
+        raise config.fail("attn_output_gate", "is false; expected true")
+    if config.flag("attention_bias", False):
+        raise config.fail("attention_bias", "is true, which is not supported in this family")
+    fields = _decoder_fields(config, default_theta=10000.0, default_partial=0.25)
+    _refuse_experts(config, fields["num_layers"], family)
+    delta = _delta(config, fields["num_layers"], family)
+    return fields | dict(attention_gate=True, centred_norm=True, delta=delta)
+
+
+def _tied(config: _Reader, text: _Reader) -> bool:
+    """`tie_word_embeddings` of a model with a text_config stands in both or in one of them."""
+    flags = [reader.flag("tie_word_embeddings", False) for reader in (config, text)]
+    given = [reader.get("tie_word_embeddings") is not None for reader in (config, text)]
+    if all(given) and flags[0] != flags[1]:
+        raise text.fail("tie_word_embeddings", f"is {flags[1]}; expected {flags[0]} as at the top")
+    return any(flags)
+
+
+_FAMILIES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3_5ForCausalLM": "qwen3_5",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "Qwen3NextForCausalLM": "qwen3_next",
+}
+_HYBRIDS = ("qwen3_5", "qwen3_next")
 
 
 def is_drafter(values: Mapping[str, Any]) -> bool:
@@ -333,17 +472,29 @@ def parse_target(
     name = _architecture(values)
     if is_drafter(values):
         raise config.fail("architectures", f"is {name!r}: a DFlash drafter, not a target")
+    if "Moe" in name:
+        problem = f"is {name!r}: mixtures of experts are not supported yet"
+        raise config.fail("architectures", problem)
     if name not in _FAMILIES:
         known = " or ".join(_FAMILIES)
         got = values.get("architectures")
         raise config.fail("architectures", f"is {got!r}, which is not supported; expected {known}")
     _refuse_quantised(config)
+    top = config
+    if name.endswith("ForConditionalGeneration"):
+        config = config.section("text_config")
+        if not config.values:
+            raise top.fail("text_config", "is missing; expected the language model's configuration")
+        _refuse_quantised(config)
     if config.flag("mlp_bias", False):
         raise config.fail("mlp_bias", "is true, which is not supported")
     family = _FAMILIES[name]
-    fields = _decoder_fields(config, default_theta=10000.0)
+    if family in _HYBRIDS:
+        fields = _hybrid_fields(config, family)
+    else:
+        fields = _decoder_fields(config, default_theta=10000.0)
     vocab_size = config.integer("vocab_size")
-    stop_reader = config
+    stop_reader = top if config.get("eos_token_id") is None else config
     if (generation or {}).get("eos_token_id") is not None:
         stop_reader = _Reader(
             generation or {}, str(Path(source).with_name("generation_config.json"))
@@ -351,7 +502,7 @@ def parse_target(
     sliding = family == "qwen3" and config.get("use_sliding_window", False)
     return TargetConfig(
         **fields,
-        qk_norm=family == "qwen3",
+        qk_norm=family != "llama",
         windows=(
             _windows(config, fields["num_layers"], by_layer_types=False)
             if sliding
@@ -359,7 +510,7 @@ def parse_target(
         ),
         family=family,
         vocab_size=vocab_size,
-        tie_embeddings=config.flag("tie_word_embeddings", False),
+        tie_embeddings=_tied(top, config),
         max_position=config.integer("max_position_embeddings"),
         stop_ids=_stop_ids(stop_reader, vocab_size),
     )

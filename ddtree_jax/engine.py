@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from ddtree_jax import rounds, sharding
 from ddtree_jax.config import MAX_STOP_IDS, DrafterConfig, TargetConfig
 from ddtree_jax.errors import InputError
-from ddtree_jax.models import Models, parameter_name
+from ddtree_jax.models import Models, parameter_name, parameter_shapes
 from ddtree_jax.rounds import DecodeState, Emitted
 from kernels_pallas.dispatch import REFERENCE, Kernels, attention_unsupported, unavailable_reason
 
@@ -148,7 +148,7 @@ class Engine:
       target, drafter: configurations; `drafter` None serves mode "ar" only.
       load: returns the parameters by path ("target.layers.0.mlp.down_fd", "drafter.fc_fd", ...). It
         is called once, in a thread, while the programs compile.
-      dtype: of parameters, caches and activations.
+      dtype: of parameters, caches and activations; what is float32 by nature stays so.
       load_tokenizer: returns the tokenizer, in a thread; None serves token ids only.
       batch_size: rows decoded together.
       max_length: prompt plus output, at most; default the target's.
@@ -191,12 +191,12 @@ class Engine:
         self._graphdef, state = nnx.split(abstract)
         self._abstract = abstract
         specs = sharding.parameter_specs(state)
-        named, self._treedef = jax.tree.flatten_with_path(state)
+        named, self._treedef = jax.tree.flatten_with_path(parameter_shapes(state, dtype))
         shapes = [shape for _, shape in named]
         self._leaf_names = [parameter_name(path) for path, _ in named]
         self._leaf_specs = jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, sharding.P))
         self._leaf_shapes = [
-            jax.ShapeDtypeStruct(s.shape, dtype, sharding=sharding.place(mesh, spec))
+            jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding.place(mesh, spec))
             for s, spec in zip(shapes, self._leaf_specs, strict=True)
         ]
         self._programs: dict[tuple, Future] = {}

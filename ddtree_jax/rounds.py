@@ -58,7 +58,8 @@ class Request:
 class DecodeState:
     """All that decoding carries from round to round; b rows.
 
-    cache: the target's committed K/V; the first `length` slots are real.
+    cache: the target's committed K/V, of which the first `length` slots are real, and the states of
+      its recurrent layers.
     draft_cache: the drafter's context K/V, `feature_count` rows behind the target's; None in AR.
     features: [b, p, F * d] target features of the last committed rows, the first `feature_count` of
       them real; the next draft appends them to its context. None in AR.
@@ -156,13 +157,25 @@ def _choose(
     )
 
 
-def verify(models: Models, state: DecodeState, tree: Tree) -> tuple[jax.Array, jax.Array, Pending]:
-    """The one target forward: hidden, features and pending K/V of the tree's nodes."""
+def verify(
+    models: Models, state: DecodeState, tree: Tree, count_b: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array, Pending]:
+    """The one target forward: hidden, features and what is pending of the tree's nodes.
+
+    `count_b` is given for a chain whose first rows will be committed whatever the target says.
+    """
     drafter = models.drafter if state.draft_cache is not None else None
     layers = drafter.config.target_layer_ids if drafter is not None else ()
     with jax.named_scope("verify"):
         return models.target(
-            state.cache, tree.tokens, tree.depths, tree.ancestors, state.length, layers
+            state.cache,
+            tree.tokens,
+            tree.depths,
+            tree.ancestors,
+            state.length,
+            layers,
+            max_depth=tree.max_depth,
+            count_b=count_b,
         )
 
 
@@ -198,7 +211,8 @@ def prefill_chunk(
     The features of every prompt token enter the drafter's context, whatever the chunk size.
     """
     tree = trees.chain(tokens_bn, count_b)
-    hidden, features, pending = verify(models, state, tree)
+    state = dataclasses.replace(state, cache=caches.begin(state.cache, state.length))
+    hidden, features, pending = verify(models, state, tree, count_b)
     draft_cache = state.draft_cache
     if draft_cache is not None:
         assert models.drafter is not None
@@ -222,7 +236,7 @@ def top2_gap(
     models: Models, state: DecodeState, tokens_bn: jax.Array, count_b: jax.Array
 ) -> tuple[DecodeState, jax.Array]:
     """How far the two largest logits [b] after the last of these tokens lie apart."""
-    hidden, _, _ = verify(models, state, trees.chain(tokens_bn, count_b))
+    hidden, _, _ = verify(models, state, trees.chain(tokens_bn, count_b), count_b)
     last = jnp.take_along_axis(hidden, (count_b - 1)[:, None, None], axis=1)
     best, _ = jax.lax.top_k(models.target.logits(last)[:, 0], 2)
     return state, best[:, 0] - best[:, 1]

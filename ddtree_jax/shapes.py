@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from ddtree_jax.config import DrafterConfig, RopeConfig, TargetConfig
+from ddtree_jax.config import DeltaConfig, DrafterConfig, RopeConfig, TargetConfig
 
 
 def _pair(
@@ -36,7 +36,7 @@ def _pair(
         **shared,
         intermediate_size=mlp,
         num_layers=layers,
-        qk_norm=family == "qwen3",
+        qk_norm=family != "llama",
         windows=(None,) * layers,
         family=family,
         vocab_size=vocab,
@@ -58,6 +58,47 @@ def _pair(
         causal_block=(False,) * draft_layers,
     )
     return target, drafter
+
+
+def _hybrid(
+    *, value_heads: int, draft_windows: tuple[int | None, ...], **sizes
+) -> tuple[TargetConfig, DrafterConfig]:
+    """Three Gated DeltaNet layers and one of gated attention, repeated; the drafter has neither."""
+    target, drafter = _pair(
+        family="qwen3_5",
+        head_dim=256,
+        vocab=248320,
+        draft_layers=len(draft_windows),
+        block=16,
+        max_position=262144,
+        **sizes,
+    )
+    delta = DeltaConfig(
+        layers=tuple(layer for layer in range(target.num_layers) if layer % 4 != 3),
+        num_key_heads=16,
+        num_value_heads=value_heads,
+        key_dim=128,
+        value_dim=128,
+        conv_taps=4,
+    )
+    return (
+        dataclasses.replace(
+            target,
+            rope=RopeConfig(1e7, partial=0.25),
+            attention_gate=True,
+            centred_norm=True,
+            delta=delta,
+        ),
+        dataclasses.replace(
+            drafter,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            rope=RopeConfig(1e7),
+            windows=draft_windows,
+            causal_block=tuple(window is not None for window in draft_windows),
+        ),
+    )
 
 
 _QWEN3_8B: dict[str, Any] = dict(
@@ -100,6 +141,43 @@ SHAPES: dict[str, tuple[TargetConfig, DrafterConfig]] = {
         taps=(1, 8, 14, 20, 27),
         max_position=8192,
     ),
+    "qwen3.6-27b": _hybrid(
+        layers=64,
+        hidden=5120,
+        mlp=17408,
+        heads=24,
+        kv_heads=4,
+        tied=False,
+        value_heads=48,
+        draft_windows=(2048,) * 4 + (None,),
+        draft_mlp=17408,
+        taps=(1, 16, 31, 46, 61),
+    ),
+    "qwen3.5-9b": _hybrid(
+        layers=32,
+        hidden=4096,
+        mlp=12288,
+        heads=16,
+        kv_heads=4,
+        tied=False,
+        value_heads=32,
+        draft_windows=(None,) * 5,
+        draft_mlp=12288,
+        taps=(1, 8, 15, 22, 29),
+    ),
+    # The target's MLP size, heads and tied head are general knowledge, not read from its config.
+    "qwen3.5-4b": _hybrid(
+        layers=32,
+        hidden=2560,
+        mlp=9216,
+        heads=16,
+        kv_heads=4,
+        tied=True,
+        value_heads=32,
+        draft_windows=(None,) * 5,
+        draft_mlp=9728,
+        taps=(1, 8, 15, 22, 29),
+    ),
 }
 
 
@@ -129,4 +207,23 @@ def _tiny() -> tuple[TargetConfig, DrafterConfig]:
     )
 
 
+def _tiny_hybrid() -> tuple[TargetConfig, DrafterConfig]:
+    """As `tiny`: two Gated DeltaNet layers and one of attention, a drafter with a window."""
+    target, drafter = _tiny()
+    delta = DeltaConfig((0, 2), 2, 4, key_dim=8, value_dim=8, conv_taps=4)
+    return (
+        dataclasses.replace(
+            target,
+            num_layers=3,
+            windows=(None,) * 3,
+            rope=RopeConfig(1e7, partial=0.25),
+            attention_gate=True,
+            centred_norm=True,
+            delta=delta,
+        ),
+        dataclasses.replace(drafter, windows=(8,), causal_block=(True,), num_target_layers=3),
+    )
+
+
 SHAPES["tiny"] = _tiny()
+SHAPES["tiny-hybrid"] = _tiny_hybrid()

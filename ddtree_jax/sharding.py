@@ -16,7 +16,7 @@ from ddtree_jax.errors import InputError
 
 DATA, MODEL = "data", "model"
 # Logical axes of parameters (models/layers.py: param) that are split over the model axis.
-RULES = {"kv_heads": MODEL, "mlp": MODEL, "vocab": MODEL}
+RULES = {"kv_heads": MODEL, "key_heads": MODEL, "mlp": MODEL, "vocab": MODEL}
 
 
 def parameter_specs(state: nnx.State):
@@ -36,8 +36,10 @@ def check_mesh(mesh: Mesh, target: DecoderConfig, drafter: DecoderConfig | None)
     for name, config in (("target", target), ("drafter", drafter)):
         if config is None:
             continue
-        for key in ("num_kv_heads", "intermediate_size"):
-            size = getattr(config, key)
+        sizes = {key: getattr(config, key) for key in ("num_kv_heads", "intermediate_size")}
+        if config.delta is not None:
+            sizes["linear_num_key_heads"] = config.delta.num_key_heads
+        for key, size in sizes.items():
             if size % shards:
                 raise InputError(
                     f"the {name}'s {key} is {size}, which {shards} shards do not divide"

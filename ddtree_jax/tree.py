@@ -20,7 +20,7 @@ _SCORE_FLOOR = -(2**26)
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["tokens", "parents", "depths", "ancestors", "valid"],
-    meta_fields=[],
+    meta_fields=["max_depth"],
 )
 @dataclasses.dataclass(frozen=True)
 class Tree:
@@ -28,7 +28,8 @@ class Tree:
 
     tokens, parents (-1 for the root), depths (root 0): int32 [b, n]. ancestors: bool [b, n, n],
     [i, j] is whether j is i or an ancestor of i. valid: bool [b, n]; an invalid node is nobody's
-    ancestor but its own.
+    ancestor but its own. max_depth: no node is deeper; None where only the number of nodes
+    bounds it.
     """
 
     tokens: jax.Array
@@ -36,6 +37,7 @@ class Tree:
     depths: jax.Array
     ancestors: jax.Array
     valid: jax.Array
+    max_depth: int | None = None
 
 
 def chain(tokens_bn: jax.Array, count_b: jax.Array | None = None) -> Tree:
@@ -98,6 +100,7 @@ def build(
         with_root(jnp.int32(0), depths),
         ancestors,
         with_root(jnp.bool_(True), live),
+        levels,
     )
 
 
@@ -119,6 +122,7 @@ def pad(tree: Tree, multiple: int) -> Tree:
         widen(tree.depths),
         ancestors,
         widen(tree.valid, False),
+        tree.max_depth,
     )
 
 

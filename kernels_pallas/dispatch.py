@@ -36,11 +36,18 @@ class Kernels:
         return matmul.reference(x_mk, w_kn)[None]
 
     def add_norm(
-        self, x_md: jax.Array, parts_smd: jax.Array, weight_d: jax.Array, eps: float
+        self,
+        x_md: jax.Array,
+        parts_smd: jax.Array,
+        weight_d: jax.Array,
+        eps: float,
+        *,
+        centred: bool = False,
     ) -> tuple[jax.Array, jax.Array]:
+        arguments = (x_md, parts_smd, weight_d, eps)
         if self.mosaic and rows.add_norm_unsupported(x_md.shape[1], x_md.dtype) is None:
-            return rows.add_norm(x_md, parts_smd, weight_d, eps, interpret=self.interpret)
-        return rows.add_norm_reference(x_md, parts_smd, weight_d, eps)
+            return rows.add_norm(*arguments, centred=centred, interpret=self.interpret)
+        return rows.add_norm_reference(*arguments, centred=centred)
 
     def head_rows(
         self,
@@ -50,11 +57,15 @@ class Kernels:
         eps: float,
         shape: tuple[int, int, int],
         dtype,
+        *,
+        centred: bool = False,
     ) -> jax.Array:
         arguments = (parts_smc, tables, norms, eps, shape, dtype)
-        if self.mosaic and rows.head_rows_unsupported(parts_smc, shape[2], dtype) is None:
-            return rows.head_rows(*arguments, interpret=self.interpret)
-        return rows.head_rows_reference(*arguments)
+        rotated = 2 * tables[0].shape[1]
+        reason = rows.head_rows_unsupported(parts_smc, shape[2], rotated, dtype)
+        if self.mosaic and reason is None:
+            return rows.head_rows(*arguments, centred=centred, interpret=self.interpret)
+        return rows.head_rows_reference(*arguments, centred=centred)
 
     def attention(
         self,
@@ -64,11 +75,14 @@ class Kernels:
         mask_bnm: jax.Array,
         lower_bn: jax.Array,
         length_b: jax.Array,
+        *,
+        window: int | None = None,
     ) -> jax.Array:
         arguments = (qkv_bmch, k_bksh, v_bksh, mask_bnm, lower_bn, length_b)
         if self.mosaic and tree_attention_mosaic.unsupported_reason(*arguments[:2]) is None:
+            # The kernel begins at the least of `lower_bn`: a window needs nothing more.
             return tree_attention_mosaic.tree_attention(*arguments, interpret=self.interpret)
-        return tree_attention.tree_attention(*arguments)
+        return tree_attention.tree_attention(*arguments, window=window)
 
     def append(
         self,

@@ -16,31 +16,49 @@ from kernels_pallas import mosaic
 from kernels_pallas.mosaic import COLUMN_VECTOR, ROWS, WGMMA
 
 
-def rms_norm(x: jax.Array, weight_d: jax.Array, eps: float) -> jax.Array:
-    """w * x / rms(x), the statistics in float32, cast to x's dtype before the product."""
+def total(parts_smd: jax.Array, dtype) -> jax.Array:
+    """[m, d], the sum of the parts."""
+    y_md = parts_smd[0] if parts_smd.shape[0] == 1 else parts_smd.sum(axis=0)
+    return y_md.astype(dtype)
+
+
+def rms_norm(x: jax.Array, weight_d: jax.Array, eps: float, centred: bool = False) -> jax.Array:
+    """w * x / rms(x), the statistics in float32, cast to x's dtype before the product.
+
+    centred: (1 + w) * x / rms(x) instead, cast after the product (checkpoints.md 3.0).
+    """
     wide = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    if centred:
+        return (wide * scale * (1 + weight_d.astype(jnp.float32))).astype(x.dtype)
     return (wide * scale).astype(x.dtype) * weight_d
 
 
 def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Rotary embedding of x [m, ..., h], halves rotated (neox), computed in float32.
 
-    tables: cos and sin, float32 [m, h / 2].
+    tables: cos and sin, float32 [m, rotated dims / 2]; they may cover only the first dimensions of
+      h, the others pass.
     """
+    rotated_dims = 2 * tables[0].shape[-1]
+    x, rest = x[..., :rotated_dims], x[..., rotated_dims:]
     cos, sin = (t.reshape(t.shape[0], *(1,) * (x.ndim - 2), t.shape[1]) for t in tables)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = (first * cos - second * sin, second * cos + first * sin)
-    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+    return jnp.concatenate([*(part.astype(x.dtype) for part in rotated), rest], axis=-1)
 
 
 def add_norm_reference(
-    x_md: jax.Array, parts_smd: jax.Array, weight_d: jax.Array, eps: float
+    x_md: jax.Array,
+    parts_smd: jax.Array,
+    weight_d: jax.Array,
+    eps: float,
+    *,
+    centred: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """x + sum of the parts, and the RMS norm of that."""
-    y = parts_smd[0] if parts_smd.shape[0] == 1 else parts_smd.sum(axis=0)
-    x_md = x_md + y.astype(x_md.dtype)
-    return x_md, rms_norm(x_md, weight_d, eps)
+    """x + sum of the parts, and the RMS norm of that; `centred` as for `rms_norm`."""
+    x_md = x_md + total(parts_smd, x_md.dtype)
+    return x_md, rms_norm(x_md, weight_d, eps, centred)
 
 
 def head_rows_reference(
@@ -50,21 +68,22 @@ def head_rows_reference(
     eps: float,
     shape: tuple[int, int, int],
     dtype,
+    *,
+    centred: bool = False,
 ) -> jax.Array:
     """q, k and v of m rows, ready for attention: [m, k, g + 2, h], g query heads, then k, then v.
 
     Args:
       parts_smc: partial sums of the projection.
-      tables: cos and sin, float32 [m, h / 2].
-      norms: weights [h] of the norms of q and k, or None.
+      tables: cos and sin, float32 [m, rotated dims / 2].
+      norms: weights [h] of the norms of q and k, or None; `centred` as for `rms_norm`.
       shape: (k, g + 2, h).
       dtype: of the result.
     """
-    y = parts_smc[0] if parts_smc.shape[0] == 1 else parts_smc.sum(axis=0)
-    qkv = y.astype(dtype).reshape(-1, *shape)
+    qkv = total(parts_smc, dtype).reshape(-1, *shape)
     q, k, v = jnp.split(qkv, [shape[1] - 2, shape[1] - 1], axis=2)
     if norms is not None:
-        q, k = rms_norm(q, norms[0], eps), rms_norm(k, norms[1], eps)
+        q, k = rms_norm(q, norms[0], eps, centred), rms_norm(k, norms[1], eps, centred)
     return jnp.concatenate([rotate(q, tables), rotate(k, tables), v], axis=2)
 
 
@@ -75,12 +94,14 @@ def add_norm_unsupported(d: int, dtype) -> str | None:
     return f"rows of {d}; the kernel takes multiples of 128" if d % 128 else None
 
 
-def head_rows_unsupported(parts_smc: jax.Array, h: int, dtype) -> str | None:
+def head_rows_unsupported(parts_smc: jax.Array, h: int, rotated: int, dtype) -> str | None:
     """Why `head_rows` cannot make heads of h from these partial sums, or None."""
     if dtype != jnp.bfloat16:
         return f"{jnp.dtype(dtype).name}; the kernel makes bfloat16"
     if h not in (64, 128, 256):
         return f"head size {h}; the kernel takes 64, 128 or 256"
+    if rotated != h:
+        return f"{rotated} of {h} dimensions are rotated; the kernel rotates all"
     width = parts_smc.shape[0] * parts_smc.dtype.itemsize + 6  # the tables and the result
     needed = ROWS * h * width
     if needed > mosaic.SHARED_BYTES:
@@ -88,9 +109,15 @@ def head_rows_unsupported(parts_smc: jax.Array, h: int, dtype) -> str | None:
     return None
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
+@functools.partial(jax.jit, static_argnames=("eps", "centred", "interpret"))
 def add_norm(
-    x_md: jax.Array, parts_smd: jax.Array, weight_d: jax.Array, eps: float, *, interpret=None
+    x_md: jax.Array,
+    parts_smd: jax.Array,
+    weight_d: jax.Array,
+    eps: float,
+    *,
+    centred: bool = False,
+    interpret=None,
 ) -> tuple[jax.Array, jax.Array]:
     """The kernel; arguments as for the reference, x and weight bfloat16. A block has one row."""
     s, m, d = parts_smd.shape
@@ -105,7 +132,11 @@ def add_norm(
         o_ref[row] = x
         wide = x.astype(jnp.float32)
         scale = lax.rsqrt(jnp.sum(wide * wide) / d + eps)
-        y_ref[row] = (wide * scale).astype(jnp.bfloat16) * weight_ref[...]
+        if centred:
+            weight = 1.0 + weight_ref[...].astype(jnp.float32)
+            y_ref[row] = (wide * scale * weight).astype(jnp.bfloat16)
+        else:
+            y_ref[row] = (wide * scale).astype(jnp.bfloat16) * weight_ref[...]
 
     row = jax.ShapeDtypeStruct((m, d), jnp.bfloat16)
     return plgpu.kernel(
@@ -120,7 +151,7 @@ def add_norm(
     )(x_md, parts_smd, weight_d)
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "shape", "dtype", "interpret"))
+@functools.partial(jax.jit, static_argnames=("eps", "shape", "dtype", "centred", "interpret"))
 def head_rows(
     parts_smc: jax.Array,
     tables: tuple[jax.Array, jax.Array],
@@ -129,6 +160,7 @@ def head_rows(
     shape: tuple[int, int, int],
     dtype=jnp.bfloat16,
     *,
+    centred: bool = False,
     interpret=None,
 ) -> jax.Array:
     """The kernel; arguments as for the reference. A block has one head of 64 rows."""
@@ -181,6 +213,8 @@ def head_rows(
                     for ref in norm_refs
                 )
                 weight = q_weight * (1.0 - is_key) + k_weight * is_key
+                if centred:
+                    return rounded(x * scale * lax.broadcast_in_dim(1.0 + weight, x.shape, [1]))
                 return rounded(rounded(x * scale) * lax.broadcast_in_dim(weight, x.shape, [1]))
 
             first, second = weigh(first, 0), weigh(second, 1)

@@ -1,10 +1,32 @@
 """Softmax attention of tree nodes over two sources: a committed prefix, and rows beside it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 MASKED = -1e30  # finite, so that a row without any key gives zeros and not NaN
+
+
+def last_slots(
+    cache: tuple[jax.Array, jax.Array], lower_bn: jax.Array, length_b: jax.Array, window: int
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
+    """What a layer with a sliding window can see of its K/V: the slots from length - window on.
+
+    So its cost does not grow with the context. Returns the slots [b, k, window, h] of k and v, and
+    `lower_bn` and `length_b` counted from the first of them.
+    """
+    if window >= cache[0].shape[2]:
+        return cache, lower_bn, length_b
+    start = jnp.clip(length_b - window, 0, cache[0].shape[2] - window)
+
+    def cut(slots_bksh: jax.Array) -> jax.Array:
+        one = functools.partial(lax.dynamic_slice_in_dim, slice_size=window, axis=1)
+        return jax.vmap(one)(slots_bksh, start)
+
+    lower = jnp.maximum(lower_bn - start[:, None], 0)
+    return (cut(cache[0]), cut(cache[1])), lower, length_b - start
 
 
 def tree_attention(
@@ -14,6 +36,8 @@ def tree_attention(
     mask_bnm: jax.Array,
     lower_bn: jax.Array,
     length_b: jax.Array,
+    *,
+    window: int | None = None,
 ) -> jax.Array:
     """Attention in plain jnp: the reference, and what runs where no kernel does.
 
@@ -25,10 +49,15 @@ def tree_attention(
       mask_bnm: whether query row n sees row m.
       lower_bn: the first cache slot that query row n sees (sliding windows; else 0).
       length_b: committed slots of each batch row.
+      window: no query sees slots before length_b - window (static); less is read then.
 
     Returns:
       [b, n, k, g, h] in q's dtype. Scores and softmax are float32; a query that sees nothing is 0.
     """
+    if window is not None:
+        (k_bksh, v_bksh), lower_bn, length_b = last_slots(
+            (k_bksh, v_bksh), lower_bn, length_b, window
+        )
     b, m, k, c, h = qkv_bmch.shape
     n, g, s = mask_bnm.shape[1], c - 2, k_bksh.shape[2]
     q_bnkgh = qkv_bmch[:, m - n :, :, :g]

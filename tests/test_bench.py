@@ -1,13 +1,22 @@
 """scripts/bench.py: acceptance on a spoken tiny pair, rounds of the tiny shape, bad usage."""
 
 import json
+import math
 import shutil
 
+import jax
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 from pairs import ORACLE
 from test_decode_command import write_tokenizer
 
+from ddtree_jax import Engine, rounds
+from ddtree_jax import tree as trees
 from ddtree_jax.commands.bench import main
+from ddtree_jax.commands.bench_round import bytes_read, recurrent_part
+from ddtree_jax.models import Models
+from ddtree_jax.shapes import SHAPES
 from ddtree_jax.training import prompts
 
 NAME = "qwen3_gqa"
@@ -28,6 +37,35 @@ def test_round_measures_every_program(tmp_path, capsys):
     assert floors[0] < floors[1] == floors[2] == floors[3]
     assert set(result["rows"][2]["stages_ms"]) == {"draft", "tree", "verify", "head and accept"}
     assert "tiny, random weights" in capsys.readouterr().out
+
+
+def test_the_recurrent_part_of_a_round_leaves_nothing_out():
+    """What is measured beside a hybrid's stages is every Gated DeltaNet layer, over the tree."""
+    models = nnx.eval_shape(lambda: Models(*SHAPES["tiny-hybrid"], rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(models)
+
+    def measured(state):
+        decoding = rounds.empty_state(models, 1, 32, 1, jnp.float32, drafting=True)
+        tree = trees.chain(jnp.zeros((1, 7), jnp.int32))
+        return recurrent_part(nnx.merge(graphdef, state), decoding, tree)
+
+    hidden, pending = jax.eval_shape(measured, state)
+    assert hidden.shape == (1, 7, 32)
+    assert [nodes.u.shape for nodes in pending] == [(1, 7, 2, 2, 8)] * 2
+
+
+def test_the_floor_counts_states_and_windows():
+    """A state is read and written, a sliding layer reads no more than its window."""
+    engine = Engine(*SHAPES["tiny-hybrid"], load=dict, dtype=jnp.bfloat16)
+    weights = sum(
+        math.prod(leaf.shape) * leaf.dtype.itemsize
+        for name, leaf in zip(engine._leaf_names, engine._leaf_shapes, strict=True)
+        if name.startswith("target.layers.") or name == "target.embed_vd"
+    )
+    kv, state = 2 * 2 * 8 * 2, 2 * 8 * 2 * 8 * 4  # a row of one layer's K and V; one layer's S
+    assert bytes_read(engine, "ar", 100) == weights + 100 * kv + 2 * 2 * state
+    drafted = [bytes_read(engine, "dflash", n) - bytes_read(engine, "ar", n) for n in (0, 8, 100)]
+    assert drafted[1] - drafted[0] == drafted[2] - drafted[0] == 8 * kv
 
 
 def test_acceptance_of_two_turns(tmp_path, capsys):

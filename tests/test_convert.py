@@ -1,5 +1,6 @@
 """Conversion: every form of a model gives the same parameters, and every fault is one sentence."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -21,7 +22,13 @@ from convert.hf import SafetensorsFolder
 from ddtree_jax.config import DrafterConfig, parse_drafter, parse_target
 from ddtree_jax.errors import InputError
 from ddtree_jax.models import Drafter, Target
+from ddtree_jax.shapes import SHAPES
 from ddtree_jax.text import load_tokenizer
+
+
+def without(values, *keys):
+    return {key: value for key, value in values.items() if key not in keys}
+
 
 V, D, F, L, N, K, H = 70, 32, 48, 2, 4, 2, 16
 
@@ -50,6 +57,25 @@ DRAFTER = QWEN3 | {
     "num_target_layers": 4,
 }
 BIASED_DRAFTER = DRAFTER | {"attention_bias": True}
+# One Gated DeltaNet layer and one of gated attention (checkpoints.md 3.4 and A).
+KEYS, VALUES, X, Y, TAPS = 2, 6, 8, 4, 4  # heads, their sizes, taps of the convolution
+QWEN3_5 = QWEN3 | {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": KEYS,
+    "linear_num_value_heads": VALUES,
+    "linear_key_head_dim": X,
+    "linear_value_head_dim": Y,
+    "linear_conv_kernel_dim": TAPS,
+    "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.25},
+}
+QWEN3_NEXT = QWEN3_5 | {"architectures": ["Qwen3NextForCausalLM"], "num_experts": 0}
+WHOLE_QWEN3_5 = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "text_config": without(QWEN3_5, "architectures", "tie_word_embeddings"),
+    "tie_word_embeddings": False,
+    "vision_config": {"depth": 1},
+}
 MODELS = {
     "llama": LLAMA,
     "qwen3": QWEN3,
@@ -57,6 +83,8 @@ MODELS = {
     "biased": BIASED,
     "drafter": DRAFTER,
     "biased drafter": BIASED_DRAFTER,
+    "qwen3_5": QWEN3_5,
+    "qwen3_next": QWEN3_NEXT,
 }
 
 
@@ -84,7 +112,14 @@ def shapes_of(values) -> dict[str, tuple[int, ...]]:
         name = f"{prefix}layers.{layer}"
         for norm in ("input_layernorm", "post_attention_layernorm"):
             shapes[f"{name}.{norm}.weight"] = (D,)
-        for proj, rows in (("q", N * H), ("k", K * H), ("v", K * H)):
+        for part, rows in (("gate", F), ("up", F)):
+            shapes[f"{name}.mlp.{part}_proj.weight"] = (rows, D)
+        shapes[f"{name}.mlp.down_proj.weight"] = (D, F)
+        if "layer_types" in values and values["layer_types"][layer] == "linear_attention":
+            shapes |= delta_shapes(f"{name}.linear_attn", values)
+            continue
+        queries = N * H * (2 if "layer_types" in values else 1)
+        for proj, rows in (("q", queries), ("k", K * H), ("v", K * H)):
             shapes[f"{name}.self_attn.{proj}_proj.weight"] = (rows, D)
             if values.get("attention_bias"):
                 shapes[f"{name}.self_attn.{proj}_proj.bias"] = (rows,)
@@ -94,10 +129,22 @@ def shapes_of(values) -> dict[str, tuple[int, ...]]:
         if values["architectures"] != ["LlamaForCausalLM"]:
             shapes[f"{name}.self_attn.q_norm.weight"] = (H,)
             shapes[f"{name}.self_attn.k_norm.weight"] = (H,)
-        shapes[f"{name}.mlp.gate_proj.weight"] = (F, D)
-        shapes[f"{name}.mlp.up_proj.weight"] = (F, D)
-        shapes[f"{name}.mlp.down_proj.weight"] = (D, F)
     return shapes
+
+
+def delta_shapes(name, values) -> dict[str, tuple[int, ...]]:
+    mixed, out = 2 * KEYS * X + VALUES * Y, VALUES * Y
+    parts = {"qkv": mixed, "z": out, "b": VALUES, "a": VALUES}
+    if values["architectures"] == ["Qwen3NextForCausalLM"]:
+        parts = {"qkvz": mixed + out, "ba": 2 * VALUES}
+    shapes = {f"{name}.in_proj_{part}.weight": (rows, D) for part, rows in parts.items()}
+    return shapes | {
+        f"{name}.conv1d.weight": (mixed, 1, TAPS),
+        f"{name}.A_log": (VALUES,),
+        f"{name}.dt_bias": (VALUES,),
+        f"{name}.norm.weight": (Y,),
+        f"{name}.out_proj.weight": (D, out),
+    }
 
 
 def random_tensors(values, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
@@ -434,10 +481,6 @@ def test_verify_finds_a_flipped_bit(tmp_path, capsys, monkeypatch):
 # --- bad input: exit code 2 and one sentence -----------------------------------------------------
 
 
-def without(values, *keys):
-    return {key: value for key, value in values.items() if key not in keys}
-
-
 def test_missing_folder(tmp_path, capsys):
     assert_error(run(capsys, tmp_path / "absent", tmp_path / "out"), tmp_path / "absent")
 
@@ -506,6 +549,138 @@ def test_bad_config(tmp_path, capsys, values, fragments):
     result = run(capsys, folder, tmp_path / "out", *flags)
     assert_error(result, folder / "config.json", *fragments)
     assert not (tmp_path / "out").exists()
+
+
+def whole(**changes):
+    """A Qwen3_5ForConditionalGeneration whose text_config has these changes."""
+    return WHOLE_QWEN3_5 | {"text_config": WHOLE_QWEN3_5["text_config"] | changes}
+
+
+MIXTURE = "mixtures of experts are not supported yet"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            QWEN3_5 | {"architectures": ["Qwen3_5MoeForConditionalGeneration"]},
+            f"'architectures' is 'Qwen3_5MoeForConditionalGeneration': {MIXTURE}",
+        ),
+        (without(QWEN3_NEXT, "num_experts"), f"'num_experts' is 512: {MIXTURE}"),
+        (
+            QWEN3_NEXT | {"num_experts": 4, "decoder_sparse_step": 2},
+            f"'num_experts' is 4: {MIXTURE}",
+        ),
+        (whole(num_experts=4), f"'text_config.num_experts' is 4: {MIXTURE}"),
+        (without(WHOLE_QWEN3_5, "text_config"), "'text_config' is missing"),
+        (whole(tie_word_embeddings=True), "'text_config.tie_word_embeddings' is True; expected"),
+        (whole(quantization_config={"quant_method": "fp8"}), "'text_config.quantization_config'"),
+        (without(QWEN3_5, "layer_types"), "'full_attention_interval' is missing"),
+        (QWEN3_5 | {"layer_types": ["linear_attention"]}, "'layer_types' must list 2"),
+        (QWEN3_5 | {"layer_types": ["linear_attention"] * 2}, "holds no full_attention; expected"),
+        (QWEN3_5 | {"layer_types": ["full_attention", "mamba"]}, "holds 'mamba'; expected"),
+        (QWEN3_5 | {"linear_num_value_heads": 5}, "'linear_num_value_heads' is 5; expected a mul"),
+        (without(QWEN3_5, "linear_key_head_dim"), "'linear_key_head_dim' is missing"),
+        (without(QWEN3_5, "head_dim"), "'head_dim' is missing"),
+        (QWEN3_5 | {"attn_output_gate": False}, "'attn_output_gate' is false; expected true"),
+        (QWEN3_5 | {"attention_bias": True}, "'attention_bias' is true"),
+        (
+            QWEN3_5 | {"rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.2}},
+            "'rope_parameters.partial_rotary_factor' is 0.2; expected a part of 16",
+        ),
+    ],
+)
+def test_bad_hybrid_config(values, message):
+    with pytest.raises(InputError) as caught:
+        parse(values)
+    assert str(caught.value).startswith("config.json: ")
+    assert message in str(caught.value)
+
+
+def test_hybrid_config():
+    """The same model, alone or beside a vision tower, its layers listed or by their interval."""
+    alone = parse(QWEN3_5)
+    assert parse(WHOLE_QWEN3_5) == alone
+    by_interval = without(QWEN3_5, "layer_types") | {"full_attention_interval": 2}
+    assert parse(by_interval) == alone
+    assert [alone.is_recurrent(layer) for layer in range(L)] == [True, False]
+    assert (alone.delta.group_size, alone.num_softmax_layers) == (3, 1)
+    assert (alone.rope.partial, alone.attention_gate, alone.centred_norm) == (0.25, True, True)
+    dense = QWEN3_NEXT | {"num_experts": 4, "mlp_only_layers": [0, 1]}
+    assert parse(dense).delta.fused
+
+
+def test_published_configs_are_the_shapes_that_are_measured():
+    """Qwen3.6-27B and its drafter as they are published (checkpoints.md 1.4 and 3.4)."""
+    target, drafter = SHAPES["qwen3.6-27b"]
+    text = {
+        "attention_bias": False,
+        "attn_output_gate": True,
+        "eos_token_id": 248044,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 16,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 48,
+        "linear_value_head_dim": 128,
+        "mamba_ssm_dtype": "float32",
+        "max_position_embeddings": 262144,
+        "mtp_num_hidden_layers": 1,
+        "num_attention_heads": 24,
+        "num_hidden_layers": 64,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+        "tie_word_embeddings": False,
+        "vocab_size": 248320,
+    }
+    values = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "text_config": text,
+        "tie_word_embeddings": False,
+    }
+    assert parse(values) == dataclasses.replace(target, stop_ids=(248044,))
+    sliding, full = "sliding_attention", "full_attention"
+    values = {
+        "architectures": ["DFlashDraftModel"],
+        "dflash_config": {
+            "block_size": 16,
+            "mask_token_id": 248070,
+            "target_layer_ids": [1, 16, 31, 46, 61],
+        },
+        "head_dim": 128,
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "layer_types": [sliding] * 4 + [full],
+        "num_attention_heads": 32,
+        "num_hidden_layers": 5,
+        "num_key_value_heads": 8,
+        "num_target_layers": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000000,
+        "sliding_window": 2048,
+        "use_sliding_window": True,
+        "vocab_size": 248320,
+    }
+    published = dataclasses.replace(drafter, mask_token_id=248070)
+    assert parse(values) == published
+    assert published.causal_block == (True, True, True, True, False)
+    outside = values | values["dflash_config"] | {"dflash_config": {}}
+    assert parse(outside) == published
+    everywhere = parse(values | {"is_causal": False})
+    assert everywhere.causal_block == (False,) * 5
 
 
 @pytest.mark.parametrize(
@@ -736,6 +911,59 @@ def test_memory_estimate(tmp_path):
     assert report.memory(source, 1, 10, "float32").weights == 2 * one.weights
     assert one.fits(80)
     assert not report.Memory(79 * 10**9, 0, 1, 1, "bfloat16").fits(80)
+
+
+def whole_tensors():
+    """The text model's tensors under the names of a model that also sees, and what is beside."""
+    tensors = random_tensors(QWEN3_5, np.float32)
+    tensors = {re.sub("^model", "model.language_model", n): x for n, x in tensors.items()}
+    beside = ("model.visual.pos_embed.weight", "model.visual.merger.norm.bias", "mtp.fc.weight")
+    return tensors | {name: np.zeros(3, np.float32) for name in beside}
+
+
+def test_a_whole_hybrid_converts_to_its_language_model(tmp_path, capsys):
+    folder = write_folder(tmp_path / "whole", WHOLE_QWEN3_5, whole_tensors())
+    alone = write_folder(tmp_path / "alone", QWEN3_5, random_tensors(QWEN3_5, np.float32))
+    direct = convert.open_model(alone, drafter=False)
+    assert_same(convert.open_model(folder, drafter=False).load(), direct.load())
+    source = convert.open_model(folder, drafter=False)
+    facts = report.facts(source)
+    assert facts["attention"] == "full in 1 of 2 layers, Gated DeltaNet in 1, output gate, q/k norm"
+    assert facts["rotary"] == "default, theta 10000, 0.25 of each head"
+    wanted = "2 key heads of size 8, 6 value heads of size 4, convolution of 4"
+    assert facts["Gated DeltaNet"] == wanted
+    code, out, err = run(capsys, "inspect", folder)
+    assert code == 0, err
+    assert "warning: 2 vision tensors are left out" in out + err
+    assert "warning: 1 multi-token prediction tensors are left out" in out + err
+    # A dense model has nothing beside its language model.
+    vision = {"model.visual.pos_embed.weight": np.zeros(3, np.float32)}
+    other = write_folder(tmp_path / "dense", TIED, random_tensors(TIED) | vision)
+    assert_error(run(capsys, other, tmp_path / "out"), "'model.visual.pos_embed.weight'")
+
+
+def test_decays_stay_float32(tmp_path, capsys):
+    tensors = random_tensors(QWEN3_5, np.float32)
+    folder, out = write_folder(tmp_path / "hf", QWEN3_5, tensors), tmp_path / "out"
+    assert run(capsys, folder, out, "--dtype", "bfloat16", "--verify")[0] == 0
+    source = convert.open_model(out, drafter=False)
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    for params in (source.load(), source.load("bfloat16", sharding_for=lambda _: sharding)):
+        for ours, theirs in (("a_log", "A_log"), ("dt_bias", "dt_bias")):
+            kept = np.asarray(params[f"layers.0.delta.{ours}_kr"])
+            stored = tensors[f"model.layers.0.linear_attn.{theirs}"]
+            np.testing.assert_array_equal(kept, stored.reshape(KEYS, -1))
+        assert params["layers.0.delta.win_dkc"].dtype == ml_dtypes.bfloat16
+
+
+def test_memory_of_a_hybrid(tmp_path):
+    source = convert.open_model(write_folder(tmp_path / "t", QWEN3_5), drafter=False)
+    one, two = (report.memory(source, tp, 10, "bfloat16") for tp in (1, 2))
+    assert one.weights == sum(array.nbytes for array in source.load("bfloat16").values())
+    states = 4 * VALUES * X * Y + 2 * (TAPS - 1) * (2 * KEYS * X + VALUES * Y)
+    assert one.cache == 2 * 2 * K * H * 10 + states
+    assert two.cache == one.cache // 2
+    assert any("2 key heads do not divide" in one for one in report.warnings(source, 4, 10))
 
 
 def test_check(tmp_path, capsys):

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from ddtree_jax import rounds
-from ddtree_jax.models import Models
+from ddtree_jax.models import Models, parameter_shapes
 from ddtree_jax.shapes import SHAPES
 
 PROGRAMS = {
@@ -19,14 +19,17 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_round(name, sampled, monkeypatch):
+CASES = [("tiny", name, sampled) for name in PROGRAMS for sampled in (False, True)]
+CASES += [("tiny-hybrid", name, False) for name in PROGRAMS]
+
+
+@pytest.mark.parametrize(("shape", "name", "sampled"), CASES)
+def test_round(shape, name, sampled, monkeypatch):
     # What depends on the device must take the GPU's way: unrolled levels, no padded rows.
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    abstract = nnx.eval_shape(lambda: Models(*SHAPES["tiny"], rngs=nnx.Rngs(0)))
+    abstract = nnx.eval_shape(lambda: Models(*SHAPES[shape], rngs=nnx.Rngs(0)))
     graphdef, state = nnx.split(abstract)
-    half = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), state)
+    half = parameter_shapes(state, jnp.bfloat16)
     empty = functools.partial(
         rounds.empty_state, abstract, 2, 128, 8, jnp.bfloat16, drafting=name != "ar"
     )
@@ -46,4 +49,4 @@ def test_round(name, sampled, monkeypatch):
     assert "stablehlo.dot_general" in text
     assert "stablehlo.while" not in text  # no loop that the host would drive
     # The caches are donated: their outputs reuse the inputs' buffers.
-    assert text.count("tf.aliasing_output") >= 2 * SHAPES["tiny"][0].num_layers
+    assert text.count("tf.aliasing_output") >= 2 * SHAPES[shape][0].num_layers

@@ -176,14 +176,15 @@ def test_unsupported_products_say_why():
 # Rows.
 
 
-@pytest.mark.parametrize(("m", "s"), [(1, 4), (20, 1)])
-def test_add_norm_equals_the_reference(m, s):
+@pytest.mark.parametrize(("m", "s", "centred"), [(1, 4, False), (20, 1, True)])
+def test_add_norm_equals_the_reference(m, s, centred):
     dtype = jnp.float32 if s > 1 else jnp.bfloat16
     arguments = normal(0, m, 256), normal(1, s, m, 256, dtype=dtype), normal(2, 256)
-    got = interpreted(functools.partial(rows.add_norm, eps=1e-6), *arguments)
-    for mine, wanted in zip(got, rows.add_norm_reference(*arguments, 1e-6), strict=True):
-        close(mine, wanted, 2e-2)
-    assert lowered(functools.partial(rows.add_norm, eps=1e-6), *arguments) == 1
+    kernel = functools.partial(rows.add_norm, eps=1e-6, centred=centred)
+    reference = rows.add_norm_reference(*arguments, 1e-6, centred=centred)
+    for mine, wanted in zip(interpreted(kernel, *arguments), reference, strict=True):
+        close(mine, wanted, 4e-2)
+    assert lowered(kernel, *arguments) == 1
 
 
 @pytest.mark.parametrize(
@@ -195,16 +196,18 @@ def test_head_rows_equal_the_reference(m, s, h, normed):
     angles = normal(1, m, h // 2, dtype=jnp.float32)
     norms = (normal(2, h), normal(3, h)) if normed else None
     arguments = normal(0, s, m, 8 * h, dtype=dtype), (jnp.cos(angles), jnp.sin(angles)), norms
-    kernel = functools.partial(rows.head_rows, eps=1e-6, shape=shape)
-    wanted = rows.head_rows_reference(*arguments, 1e-6, shape, jnp.bfloat16)
+    centred = m == 70
+    kernel = functools.partial(rows.head_rows, eps=1e-6, shape=shape, centred=centred)
+    wanted = rows.head_rows_reference(*arguments, 1e-6, shape, jnp.bfloat16, centred=centred)
     close(interpreted(kernel, *arguments), wanted, 4e-2)
     assert lowered(kernel, *arguments) == 1
 
 
 def test_partial_sums_that_do_not_fit_are_left_to_the_reference():
     parts = jax.ShapeDtypeStruct((4, 8, 1024), jnp.float32)
-    assert "do not fit" in rows.head_rows_unsupported(parts, 256, jnp.bfloat16)
-    assert rows.head_rows_unsupported(parts, 128, jnp.bfloat16) is None
+    assert "do not fit" in rows.head_rows_unsupported(parts, 256, 256, jnp.bfloat16)
+    assert "64 of 128" in rows.head_rows_unsupported(parts, 128, 64, jnp.bfloat16)
+    assert rows.head_rows_unsupported(parts, 128, 128, jnp.bfloat16) is None
 
 
 # Commit.

@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from pairs import PAIRS, filled, golden, jitted, models, modules, random_weights
 
 from ddtree_jax import cache as caches
 from ddtree_jax import rounds
 from ddtree_jax import tree as trees
-from ddtree_jax.models import Target
-from kernels_pallas import draft_tree
+from ddtree_jax.models import Drafter, Target
+from kernels_pallas import draft_tree, tree_attention
 
 TOLERANCE = 1e-5  # of the largest number of a tensor
 SLOTS = 48
@@ -262,6 +263,44 @@ def test_cache_is_only_read_below_the_length():
 
 
 # The cache.
+
+
+def drafting_flops(slots, windows):
+    """Of one draft with a cache of so many slots, before any optimisation."""
+    config = models("swa_causal").drafter.config
+    config = dataclasses.replace(config, windows=windows, causal_block=(True,) * len(windows))
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0))))
+    cache = jax.eval_shape(lambda: caches.empty(config, 1, slots, jnp.float32))
+
+    def draft(state, cache, features, block, length):
+        return nnx.merge(graphdef, state)(cache, length, features, length, block)
+
+    count = jax.ShapeDtypeStruct((1,), jnp.int32)
+    features = jax.ShapeDtypeStruct((1, 8, config.feature_size), jnp.float32)
+    block = jax.ShapeDtypeStruct((1, 8, config.hidden_size), jnp.float32)
+    return jax.jit(draft).lower(state, cache, features, block, count).cost_analysis()["flops"]
+
+
+def test_sliding_layers_cost_the_same_at_any_context():
+    assert drafting_flops(256, (12,) * 3) == drafting_flops(4096, (12,) * 3)
+    assert drafting_flops(256, (None,) * 3) < drafting_flops(4096, (None,) * 3) / 8
+
+
+@pytest.mark.parametrize("length", [0, 3, 5, 6, 11, 16])
+def test_last_slots_are_those_that_the_window_sees(length):
+    """Slot numbers as K/V: the row of the first query and of a later one."""
+    window, slots = 5, 16
+    numbers = jnp.arange(slots, dtype=jnp.float32)[None, None, :, None]
+    queries = length + jnp.arange(3)[None]
+    lower = jnp.maximum(queries - window + 1, 0)
+    (k, v), near, count = tree_attention.last_slots(
+        (numbers, -numbers), lower, jnp.full(1, length, jnp.int32), window
+    )
+    assert k.shape == v.shape == (1, 1, window, 1)
+    np.testing.assert_array_equal(k, -v)
+    for query in range(3):
+        seen = [int(k[0, 0, i, 0]) for i in range(int(near[0, query]), int(count[0]))]
+        assert seen == list(range(int(lower[0, query]), length))
 
 
 def test_commit_takes_the_path_and_never_touches_committed_rows():

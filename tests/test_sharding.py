@@ -49,6 +49,7 @@ CASES = [
     ("qwen3_gqa", ["1x2"], MODES, [0.0, 0.8]),
     ("swa_causal", ["1x2"], ["dflash"], [0.0]),
     ("llama_gqa3", ["1x2"], ["ddtree"], [0.8]),  # the vocabulary of 100 does not divide
+    ("hybrid_swa", ["1x2"], ["ddtree"], [0.0]),
 ]
 PARAMETERS = [
     (f"{name} {shape} {mode} {temperature}", f"{name} 1 {mode} {temperature}")

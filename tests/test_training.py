@@ -1,5 +1,6 @@
 """Drafter training: packing, the loss against the decoding path, the loop, export, the command."""
 
+import dataclasses
 import json
 
 import jax
@@ -13,7 +14,7 @@ import convert
 from convert.export import export_drafter
 from ddtree_jax import cache as caches
 from ddtree_jax import tree as trees
-from ddtree_jax.commands.train import main
+from ddtree_jax.commands.train import _parser, drafter_config, main
 from ddtree_jax.models import Drafter, parameter_name
 from ddtree_jax.shapes import SHAPES
 from ddtree_jax.training import data, loop, loss
@@ -39,6 +40,17 @@ def test_documents_survive_the_disk(tmp_path):
     for field in ("tokens", "starts", "answers"):
         np.testing.assert_array_equal(getattr(second, field), getattr(docs, field))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.npz", "b.npz"]
+
+
+def test_a_hybrids_drafter_is_plain():
+    """It takes the target's width and heads, not its gates, norms, layers and partial rotary."""
+    target, _ = SHAPES["tiny-hybrid"]
+    flags = ["--layers", "2", "--block-size", "4", "--mask-token-id", "0"]
+    config = drafter_config(target, _parser().parse_args([*flags, "--target-layer-ids", "0,1"]))
+    assert (config.hidden_size, config.head_dim) == (target.hidden_size, target.head_dim)
+    assert (config.delta, config.attention_gate, config.centred_norm) == (None, False, False)
+    assert config.rope == dataclasses.replace(target.rope, partial=1.0)
+    assert nnx.eval_shape(lambda: Drafter(config, rngs=nnx.Rngs(0))).layers[1].attention.qk_norm
 
 
 @pytest.mark.parametrize("length", [50, 128, 300])

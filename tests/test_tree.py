@@ -106,8 +106,10 @@ def build_paths(units, budget, **settings):
 
 
 def check_structure(row, paths, budget):
-    for name, shape in row.__dict__.items():
-        assert shape.shape == ((budget + 1,) * 2 if name == "ancestors" else (budget + 1,))
+    assert row.depths.max() <= row.max_depth
+    for name in ("tokens", "parents", "depths", "ancestors", "valid"):
+        wanted = (budget + 1,) * 2 if name == "ancestors" else (budget + 1,)
+        assert getattr(row, name).shape == wanted
     assert (row.tokens[0], row.parents[0], row.depths[0], row.valid[0]) == (7, -1, 0, True)
     assert list(paths) == list(range(len(paths)))  # invalid nodes come last
     for i, j in itertools.product(range(budget + 1), repeat=2):

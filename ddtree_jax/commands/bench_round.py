@@ -19,8 +19,11 @@ from ddtree_jax import api, rounds
 from ddtree_jax.commands import shell
 from ddtree_jax.engine import Engine, Options, bucket
 from ddtree_jax.errors import InputError
-from ddtree_jax.models import Models, parameter_name
+from ddtree_jax.models import Models, parameter_name, parameter_shapes
+from ddtree_jax.models.recurrent import RecurrentLayer
+from ddtree_jax.rounds import DecodeState
 from ddtree_jax.shapes import SHAPES
+from ddtree_jax.tree import Tree
 
 WARM_UP = 10
 AHEAD = 2  # rounds dispatched before the oldest is waited for
@@ -41,16 +44,17 @@ def add_parser(commands) -> None:
 def random_parameters(models: Models, dtype) -> dict[str, jax.Array]:
     """Random values by path for an abstract module: norms one, everything else small."""
     make = jax.jit(
-        lambda key, shape: (0.02 * jax.random.normal(key, shape, jnp.float32)).astype(dtype),
-        static_argnums=1,
+        lambda key, shape, dtype: (0.02 * jax.random.normal(key, shape, jnp.float32)).astype(dtype),
+        static_argnums=(1, 2),
     )
-    named = jax.tree.flatten_with_path(nnx.state(models))[0]
+    named = jax.tree.flatten_with_path(parameter_shapes(nnx.state(models), dtype))[0]
     values = {}
     for index, (path, leaf) in enumerate(named):
         name = parameter_name(path)
         norm = name.endswith("weight_d")
         key = jax.random.key(index)
-        values[name] = jnp.ones(leaf.shape, dtype) if norm else make(key, leaf.shape)
+        kind = leaf.dtype
+        values[name] = jnp.ones(leaf.shape, kind) if norm else make(key, leaf.shape, kind)
     return values
 
 
@@ -72,10 +76,13 @@ def read_bandwidth() -> float:
 
 
 def bytes_read(engine: Engine, mode: str, context: int) -> int:
-    """What a round must read: layers and head once (twice when it drafts), and the K/V."""
+    """What a round must move: layers and head once (twice when it drafts), K/V and states.
+
+    A sliding layer reads its window; a recurrent state is read and written.
+    """
     width = jnp.dtype(engine.dtype).itemsize
     sizes = {
-        name: int(np.prod(shape.shape)) * width
+        name: int(np.prod(shape.shape)) * shape.dtype.itemsize
         for name, shape in zip(engine._leaf_names, engine._leaf_shapes, strict=True)
     }
     head = sizes.get("target.head_dv", sizes["target.embed_vd"])
@@ -83,7 +90,14 @@ def bytes_read(engine: Engine, mode: str, context: int) -> int:
     drafter = sum(size for name, size in sizes.items() if name.startswith("drafter."))
 
     def cache(config) -> int:
-        return 2 * config.num_layers * config.num_kv_heads * config.head_dim * context * width
+        seen = sum(
+            min(context, window or context)
+            for layer, window in enumerate(config.windows)
+            if not config.is_recurrent(layer)
+        )
+        delta = config.delta
+        states = 0 if delta is None else 2 * 4 * len(delta.layers) * delta.state_size
+        return 2 * config.num_kv_heads * config.head_dim * seen * width + states
 
     total = layers + head + cache(engine.target)
     if mode != "ar":
@@ -102,7 +116,7 @@ def measure(program: Callable, leaves, state, count: int) -> np.ndarray:
             flying.popleft().count.block_until_ready()
             stamps.append(time.perf_counter())
     length = int(np.max(jax.device_get(state.length)))
-    if length >= state.cache.k[0].shape[2]:
+    if length >= state.cache.slots:
         raise InputError("the rounds filled the cache: give fewer --rounds")
     return 1e3 * np.diff(stamps)[WARM_UP:]
 
@@ -128,8 +142,8 @@ def stages(engine: Engine, options: Options, context: int, slots: int) -> dict[s
 
     def finish(models, state, tree, verified):
         after, emitted = rounds.accept_and_commit(models, state, tree, verified, block, False)
-        # Not donated here: returning the caches would add a copy of them to the measurement.
-        return emitted, after.length, after.features
+        # Not donated here: returning K/V would add a copy of all slots to the measurement.
+        return emitted, after.length, after.features, after.cache.recurrent
 
     logits = draft(leaves, state)
     tree = grow(leaves, state.bonus, logits)
@@ -145,12 +159,29 @@ def stages(engine: Engine, options: Options, context: int, slots: int) -> dict[s
             laps.append((time.perf_counter() - started) / 10)
         return 1e3 * float(np.median(laps))
 
-    return {
+    laps = {
         "draft": timed(lambda: draft(leaves, state)),
         "tree": timed(lambda: grow(leaves, state.bonus, logits)),
         "verify": timed(lambda: verify(leaves, state, tree)),
         "head and accept": timed(lambda: accept(leaves, state, tree, verified)),
     }
+    if engine.target.delta is not None:
+        recurrent = part(recurrent_part)
+        laps["of verify: Gated DeltaNet"] = timed(lambda: recurrent(leaves, state, tree))
+    return laps
+
+
+def recurrent_part(models: Models, state: DecodeState, tree: Tree) -> tuple[jax.Array, list]:
+    """The Gated DeltaNet of all recurrent layers in a row, projections included."""
+    target, pending = models.target, []
+    paths = target.paths(tree.ancestors, tree.depths, tree.max_depth, None)
+    x = target.embed(tree.tokens)
+    layers = [layer for layer in target.layers if isinstance(layer, RecurrentLayer)]
+    for layer, carried in zip(layers, state.cache.recurrent, strict=True):
+        y, nodes = layer.delta(layer.input_norm(x), carried, paths)
+        x = x + y
+        pending.append(nodes)
+    return x, pending
 
 
 def run(args) -> int:
@@ -202,7 +233,7 @@ def run(args) -> int:
         f"reads at {bandwidth / 1e9:.0f} GB/s"
     )
     columns = ["program", "median ms", "p10", "p90", "floor ms", "ratio"]
-    columns += ["draft", "tree", "verify", "head and accept"]
+    columns += list(rows[-1].get("stages_ms", {}))
     for column in columns:
         table.add_column(column, justify="left" if column == "program" else "right")
     for row in rows:

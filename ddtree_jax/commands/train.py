@@ -133,6 +133,11 @@ def drafter_config(target: TargetConfig, args) -> DrafterConfig:
             causal_block=(False,) * args.layers,
             qk_norm=True,
             attention_bias=False,
+            # A drafter is plain Qwen3, whatever its target is.
+            attention_gate=False,
+            centred_norm=False,
+            delta=None,
+            rope=dataclasses.replace(target.rope, partial=1.0),
             block_size=args.block_size,
             mask_token_id=args.mask_token_id,
             target_layer_ids=_layer_ids(args),

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from ddtree_jax.config import DrafterConfig, TargetConfig
@@ -14,6 +16,16 @@ from kernels_pallas.dispatch import REFERENCE, Kernels
 def parameter_name(path: Sequence[Any]) -> str:
     """The dotted name of a parameter from its key path in an nnx.State."""
     return ".".join(str(getattr(key, "key", key)) for key in path if hasattr(key, "key"))
+
+
+def parameter_shapes(state: nnx.State, dtype) -> nnx.State:
+    """The state's shapes in a model of `dtype`; wide parameters (layers.py: param) are float32."""
+
+    def shape(variable: nnx.Variable) -> nnx.Variable:
+        kept = jnp.float32 if variable.get_metadata("wide") else dtype
+        return variable.replace(jax.ShapeDtypeStruct(variable.get_value().shape, kept))
+
+    return jax.tree.map(shape, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
 class Models(nnx.Module):
@@ -34,4 +46,4 @@ class Models(nnx.Module):
         self.kernels = kernels
 
 
-__all__ = ["Drafter", "Models", "Target", "parameter_name"]
+__all__ = ["Drafter", "Models", "Target", "parameter_name", "parameter_shapes"]

@@ -98,7 +98,7 @@ class Drafter(nnx.Module):
         norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         for index, layer in enumerate(self.layers):
             rows = ctx_bcd if normed is None else jnp.concatenate([ctx_bcd, normed], axis=1)
-            qkv = layer.attention.project(rows, tables)
+            qkv, _ = layer.attention.project(rows, tables)
             pending.append(qkv[:, :c])
             if x is None:  # without a block nothing follows a layer's K/V
                 continue
@@ -109,6 +109,8 @@ class Drafter(nnx.Module):
             if window is not None:
                 mask = mask & (jnp.abs(distance) < window)
                 lower = jnp.maximum(query - window + 1, 0)
-            parts = layer.attention.attend(qkv, cache.layer(index), mask, lower, length_b)
+            parts = layer.attention.attend(
+                qkv, cache.layer(index), mask, lower, length_b, window=window
+            )
             x, normed = layer.finish(x, parts, norms[index])
         return normed, Pending(tuple(pending))

@@ -20,14 +20,23 @@ from kernels_pallas.dispatch import Kernels
 INIT_SCALE = 0.02
 
 
-def param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], *, ones=False):
+def param(
+    rngs: nnx.Rngs,
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    *,
+    ones: bool = False,
+    wide: bool = False,
+):
     """Declares a parameter once: its shape, its logical axes (see sharding.py) and random values.
+
+    A `wide` parameter is float32 whatever the model's dtype.
 
     Checkpoints restore into the abstract form (`nnx.eval_shape`), so the values are drawn only for
     random-weight benchmarks and tests.
     """
     value = jnp.ones(shape) if ones else INIT_SCALE * jax.random.normal(rngs.params(), shape)
-    return nnx.Param(value, axes=axes)
+    return nnx.Param(value, axes=axes, wide=wide)
 
 
 def precision_of(dtype) -> lax.Precision | None:
@@ -58,18 +67,22 @@ def all_sum(x: jax.Array, axis: str | None) -> jax.Array:
 
 
 class RMSNorm(nnx.Module):
-    """w * x / rms(x), the statistics in float32, cast to x's dtype before the product."""
+    """w * x / rms(x), the statistics in float32, cast to x's dtype before the product.
 
-    def __init__(self, size: int, eps: float, *, rngs: nnx.Rngs):
-        self.weight_d = param(rngs, (size,), (None,), ones=True)
-        self.eps = eps
+    centred: (1 + w) * x / rms(x) instead, cast after the product (checkpoints.md 3.0).
+    """
+
+    def __init__(self, size: int, eps: float, *, centred: bool = False, rngs: nnx.Rngs):
+        self.weight_d = param(rngs, (size,), (None,), ones=not centred)
+        self.eps, self.centred = eps, centred
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return rows.rms_norm(x, self.weight_d[...], self.eps)
+        return rows.rms_norm(x, self.weight_d[...], self.eps, self.centred)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Rotary inverse frequencies, float32 [head_dim / 2] (checkpoints.md 2.7)."""
+    """Rotary inverse frequencies, float32 [rotated dims / 2] (checkpoints.md 2.7)."""
+    head_dim = int(head_dim * rope.partial)
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     plain = (np.float32(1.0) / np.float32(rope.theta) ** exponent).astype(np.float32)
     if rope.kind == "llama3":
@@ -100,7 +113,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
 def rope_tables(
     rope: RopeConfig, head_dim: int, positions_bn: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """cos and sin, float32 [b * n, head_dim / 2], at absolute positions int32 [b, n]."""
+    """cos and sin, float32 [b * n, rotated dims / 2], at absolute positions int32 [b, n]."""
     positions = positions_bn.reshape(-1, 1).astype(jnp.float32)
     angles = positions * inverse_frequencies(rope, head_dim)
     return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
@@ -113,8 +126,7 @@ def settle(parts_smd: jax.Array, axis: str | None, bias_d: jax.Array | None, dty
     """
     if axis is None and bias_d is None:
         return parts_smd
-    y_md = parts_smd[0] if parts_smd.shape[0] == 1 else parts_smd.sum(axis=0)
-    y_md = all_sum(y_md.astype(dtype), axis)
+    y_md = all_sum(rows.total(parts_smd, dtype), axis)
     return (y_md if bias_d is None else y_md + bias_d)[None]
 
 
@@ -122,35 +134,51 @@ class Attention(nnx.Module):
     """Softmax attention of query rows over (committed cache, rows beside it).
 
     q, k and v are one projection, grouped per KV head: [d, k, g + 2, h], the g query heads of a
-    group first, then its k, then its v. The group axis shards.
+    group first, then its k, then its v; with a gate, its g gate heads follow: [d, k, 2g + 2, h].
+    The group axis shards.
     """
 
     def __init__(
         self, config: DecoderConfig, *, axis: str | None, kernels: Kernels, rngs: nnx.Rngs
     ):
         d, k, g, h = config.hidden_size, config.num_kv_heads, config.group_size, config.head_dim
-        self.wqkv_dkgh = param(rngs, (d, k, g + 2, h), (None, "kv_heads", None, None))
+        heads = g + 2 + (g if config.attention_gate else 0)
+        self.wqkv_dkgh = param(rngs, (d, k, heads, h), (None, "kv_heads", None, None))
         self.wo_kghd = param(rngs, (k, g, h, d), ("kv_heads", None, None, None))
         if config.attention_bias:
-            self.bqkv_kgh = param(rngs, (k, g + 2, h), ("kv_heads", None, None))
+            self.bqkv_kgh = param(rngs, (k, heads, h), ("kv_heads", None, None))
             self.bo_d = param(rngs, (d,), (None,))
         if config.qk_norm:
-            self.q_norm = RMSNorm(h, config.rms_norm_eps, rngs=rngs)
-            self.k_norm = RMSNorm(h, config.rms_norm_eps, rngs=rngs)
+            centred = config.centred_norm
+            self.q_norm = RMSNorm(h, config.rms_norm_eps, centred=centred, rngs=rngs)
+            self.k_norm = RMSNorm(h, config.rms_norm_eps, centred=centred, rngs=rngs)
         self.bias, self.qk_norm = config.attention_bias, config.qk_norm
-        self.eps = config.rms_norm_eps
+        self.eps, self.group_size, self.gated = config.rms_norm_eps, g, config.attention_gate
+        self.centred = config.centred_norm
         self.axis, self.kernels = axis, kernels
 
-    def project(self, x_bnd: jax.Array, tables) -> jax.Array:
-        """[b, n, k, g + 2, h]: q and k normed and rotated, and v; `tables` from `rope_tables`."""
+    def project(self, x_bnd: jax.Array, tables) -> tuple[jax.Array, jax.Array | None]:
+        """[b, n, k, g + 2, h]: q and k normed and rotated, and v; `tables` from `rope_tables`.
+
+        With a gate also what `attend` gates the results by, [b, n, k, g, h]; else None.
+        """
         b, n, d = x_bnd.shape
         weight = self.wqkv_dkgh[...]
+        k, heads, h = weight.shape[1:]
         parts = self.kernels.matmul(x_bnd.reshape(-1, d), weight.reshape(d, -1))
         if self.bias:
             parts = settle(parts, None, self.bqkv_kgh[...].reshape(-1), x_bnd.dtype)
+        gate = None
+        if self.gated:
+            whole = rows.total(parts, x_bnd.dtype).reshape(-1, k, heads, h)
+            heads = self.group_size + 2
+            gate = whole[:, :, heads:].reshape(b, n, k, self.group_size, h)
+            parts = whole[:, :, :heads].reshape(1, b * n, k * heads * h)
         norms = (self.q_norm.weight_d[...], self.k_norm.weight_d[...]) if self.qk_norm else None
-        qkv = self.kernels.head_rows(parts, tables, norms, self.eps, weight.shape[1:], x_bnd.dtype)
-        return qkv.reshape(b, n, *weight.shape[1:])
+        qkv = self.kernels.head_rows(
+            parts, tables, norms, self.eps, (k, heads, h), x_bnd.dtype, centred=self.centred
+        )
+        return qkv.reshape(b, n, k, heads, h), gate
 
     def attend(
         self,
@@ -159,12 +187,17 @@ class Attention(nnx.Module):
         mask_bnm: jax.Array,
         lower_bn: jax.Array,
         length_b: jax.Array,
+        *,
+        window: int | None = None,
+        gate_bnkgh: jax.Array | None = None,
     ) -> jax.Array:
         """Partial sums [s, b * n, d] of the attention output projected back.
 
-        Arguments as for `kernels_pallas.tree_attention`.
+        Arguments as for `kernels_pallas.tree_attention`; `gate_bnkgh` from `project`.
         """
-        o = self.kernels.attention(qkv_bmch, *cache, mask_bnm, lower_bn, length_b)
+        o = self.kernels.attention(qkv_bmch, *cache, mask_bnm, lower_bn, length_b, window=window)
+        if gate_bnkgh is not None:
+            o = o * jax.nn.sigmoid(gate_bnkgh)
         weight = self.wo_kghd[...]
         width = math.prod(weight.shape[:3])
         parts = self.kernels.matmul(o.reshape(-1, width), weight.reshape(width, -1))
@@ -189,8 +222,8 @@ class MLP(nnx.Module):
         return settle(self.kernels.matmul(hidden, self.down_fd[...]), self.axis, None, x_md.dtype)
 
 
-class DecoderLayer(nnx.Module):
-    """Pre-norm attention and MLP. Who attends to what is the caller's business.
+class Layer(nnx.Module):
+    """A pre-norm layer without what mixes its rows: the norms and the MLP.
 
     A norm runs together with the addition before it, so a layer takes its input normed and norms
     its output for the next one.
@@ -199,9 +232,9 @@ class DecoderLayer(nnx.Module):
     def __init__(
         self, config: DecoderConfig, *, axis: str | None, kernels: Kernels, rngs: nnx.Rngs
     ):
-        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, rngs=rngs)
-        self.attention = Attention(config, axis=axis, kernels=kernels, rngs=rngs)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, rngs=rngs)
+        d, eps, centred = config.hidden_size, config.rms_norm_eps, config.centred_norm
+        self.input_norm = RMSNorm(d, eps, centred=centred, rngs=rngs)
+        self.mlp_norm = RMSNorm(d, eps, centred=centred, rngs=rngs)
         self.mlp = MLP(config, axis=axis, kernels=kernels, rngs=rngs)
         self.kernels = kernels
 
@@ -216,8 +249,19 @@ class DecoderLayer(nnx.Module):
         """
 
         def add(x_md, parts_smd, norm):
-            return self.kernels.add_norm(x_md, parts_smd, norm.weight_d[...], norm.eps)
+            weight = norm.weight_d[...]
+            return self.kernels.add_norm(x_md, parts_smd, weight, norm.eps, centred=norm.centred)
 
         x, normed = add(x_bnd.reshape(-1, x_bnd.shape[-1]), attended_smd, self.mlp_norm)
         x, normed = add(x, self.mlp(normed), next_norm)
         return x.reshape(x_bnd.shape), normed.reshape(x_bnd.shape)
+
+
+class DecoderLayer(Layer):
+    """A layer with softmax attention. Who attends to what is the caller's business."""
+
+    def __init__(
+        self, config: DecoderConfig, *, axis: str | None, kernels: Kernels, rngs: nnx.Rngs
+    ):
+        super().__init__(config, axis=axis, kernels=kernels, rngs=rngs)
+        self.attention = Attention(config, axis=axis, kernels=kernels, rngs=rngs)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from ddtree_jax import gated_delta
 from ddtree_jax.cache import Cache, Pending
 from ddtree_jax.config import TargetConfig
 from ddtree_jax.models.layers import (
@@ -15,11 +16,12 @@ from ddtree_jax.models.layers import (
     param,
     rope_tables,
 )
+from ddtree_jax.models.recurrent import Paths, RecurrentLayer
 from kernels_pallas.dispatch import REFERENCE, Kernels
 
 
 class Target(nnx.Module):
-    """Llama or Qwen3 dense decoder (checkpoints.md 3.1, 3.2).
+    """Llama, Qwen3, Qwen3.5 or Qwen3-Next decoder, dense (checkpoints.md 3.1, 3.2, 3.4).
 
     Args:
       config: the model.
@@ -39,11 +41,15 @@ class Target(nnx.Module):
         self.embed_vd = param(rngs, shape, ("vocab", None))
         self.layers = nnx.List(
             [
-                DecoderLayer(config, axis=axis, kernels=kernels, rngs=rngs)
-                for _ in range(config.num_layers)
+                (RecurrentLayer if config.is_recurrent(index) else DecoderLayer)(
+                    config, axis=axis, kernels=kernels, rngs=rngs
+                )
+                for index in range(config.num_layers)
             ]
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, rngs=rngs)
+        self.norm = RMSNorm(
+            config.hidden_size, config.rms_norm_eps, centred=config.centred_norm, rngs=rngs
+        )
         if not config.tie_embeddings:
             self.head_dv = param(rngs, shape[::-1], (None, "vocab"))
         self.config, self.axis = config, axis
@@ -79,6 +85,9 @@ class Target(nnx.Module):
         ancestors_bnn: jax.Array,
         length_b: jax.Array,
         feature_layers: tuple[int, ...] = (),
+        *,
+        max_depth: int | None = None,
+        count_b: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, Pending]:
         """Runs the nodes of one tree per row over the committed prefix; the cache is only read.
 
@@ -89,32 +98,52 @@ class Target(nnx.Module):
           ancestors_bnn: [b, i, j] whether node j is node i or its ancestor.
           length_b: committed rows of the cache.
           feature_layers: layers whose output is returned as features.
+          max_depth: no node is deeper; static. None: as deep as a chain of the nodes.
+          count_b: real rows of a causal chunk that will be committed whole (prefill); None for
+            nodes of which any path may be. Recurrent layers then take the cheaper way.
 
         Returns:
           hidden [b, n, d] after the final norm; features [b, n, len(feature_layers) * d], the
-          residual stream after those layers; and the pending K/V of the nodes.
+          residual stream after those layers; and what is pending of the nodes.
         """
         positions = length_b[:, None] + depths_bn
+        no_bound = jnp.zeros_like(positions)
         tables = rope_tables(self.config.rope, self.config.head_dim, positions)
+        paths = self.paths(ancestors_bnn, depths_bn, max_depth, count_b)
         x = self.embed(tokens_bn)
         normed = self.layers[0].input_norm(x)
         norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
-        features, pending = {}, []
+        softmax, recurrent = zip(cache.k, cache.v, strict=True), iter(cache.recurrent)
+        features, pending, pending_states = {}, [], []
         for index, (layer, window) in enumerate(zip(self.layers, self.config.windows, strict=True)):
             with jax.named_scope(f"target_layer_{index}"):
-                mask, lower = ancestors_bnn, jnp.zeros_like(positions)
-                if window is not None:
-                    mask = mask & (positions[:, :, None] - positions[:, None, :] < window)
-                    lower = jnp.maximum(positions - window + 1, 0)
-                qkv = layer.attention.project(normed, tables)
-                parts = layer.attention.attend(qkv, cache.layer(index), mask, lower, length_b)
+                if isinstance(layer, RecurrentLayer):
+                    parts, state = layer.delta(normed, next(recurrent), paths)
+                    pending_states.append(state)
+                else:
+                    mask, lower = ancestors_bnn, no_bound
+                    if window is not None:
+                        mask = mask & (positions[:, :, None] - positions[:, None, :] < window)
+                        lower = jnp.maximum(positions - window + 1, 0)
+                    qkv, gate = layer.attention.project(normed, tables)
+                    parts = layer.attention.attend(
+                        qkv, next(softmax), mask, lower, length_b, window=window, gate_bnkgh=gate
+                    )
+                    pending.append(qkv)
                 x, normed = layer.finish(x, parts, norms[index])
-            pending.append(qkv)
             if index in feature_layers:
                 features[index] = x
         taps = [features[index] for index in feature_layers]
         return (
             normed,
             jnp.concatenate(taps, axis=-1) if taps else x[..., :0],
-            Pending(tuple(pending)),
+            Pending(tuple(pending), tuple(pending_states)),
         )
+
+    def paths(self, ancestors_bnn, depths_bn, max_depth: int | None, count_b) -> Paths:
+        """What recurrent layers ask of the tree, found once for all of them."""
+        delta, deepest, rows = self.config.delta, depths_bn.shape[1] - 1, None
+        if delta is not None and count_b is None:
+            rows = gated_delta.conv_rows(ancestors_bnn, depths_bn, delta.conv_taps)
+        deepest = deepest if max_depth is None else min(max_depth, deepest)
+        return Paths(ancestors_bnn, depths_bn, deepest, rows, count_b)

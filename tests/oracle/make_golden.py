@@ -15,8 +15,9 @@ For every pair the script
 4. records greedy decoding, the DFlash chain and DDTree trees of several budgets,
 5. checks the records three ways: reference code, a plain loop without caches (`plain_rounds`,
    explicit masks), and a replay over the greedy text (`replay`).
-Pairs with sliding or causal drafters have no public reference: their records are the plain
-loop's, after the same loop was found equal to the reference code on the other pairs.
+Pairs with sliding or causal drafters, or with a recurrent target, have no public reference: their
+records are the plain loop's, after the same loop was found equal to the reference code on the other
+pairs. For them alone the checkouts are not needed.
 """
 
 import argparse
@@ -36,7 +37,15 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, rotate_half
 
 BUDGETS = (7, 15, 31, 63, 127)
@@ -79,10 +88,20 @@ class Pair:
         return self.vocab - 1 - (self.seed + 1) % RESERVED
 
     @property
+    def recurrent(self) -> bool:
+        """Whether the target has a state that no mask can split into paths."""
+        return self.family == "qwen3_5"
+
+    @property
     def public(self) -> bool:
-        """Whether the public code computes this drafter."""
+        """Whether the public code computes this pair."""
         plain = all(kind == "full_attention" for kind in self.draft["layer_types"])
-        return plain and not self.draft.get("is_causal") and not self.dflash.get("causal_head")
+        return (
+            not self.recurrent
+            and plain
+            and not self.draft.get("is_causal")
+            and not self.dflash.get("causal_head")
+        )
 
 
 def _dims(hidden, inner, layers, heads, kv_heads, head_dim, **rest):
@@ -97,7 +116,7 @@ def _dims(hidden, inner, layers, heads, kv_heads, head_dim, **rest):
     }
 
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -114,6 +133,19 @@ YARN = {
     "beta_slow": 1.0,
 }
 SMALL = _dims(32, 64, 4, 4, 2, 8, vocab_size=96)
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [1, 1, 0],
+        "mrope_interleaved": True,
+    },
+}
 SWA = {"sliding_window": 12, "use_sliding_window": True}
 
 PAIRS = (
@@ -205,6 +237,18 @@ PAIRS = (
         draft=_dims(32, 64, 2, 4, 2, 8, layer_types=[FULL, FULL], is_causal=True),
         seed=6,
     ),
+    Pair(
+        name="hybrid_swa",
+        family="qwen3_5",
+        block=8,
+        taps=(0, 2, 3),
+        target=_dims(
+            32, 64, 5, 4, 2, 16, vocab_size=96, layer_types=[LINEAR] * 3 + [FULL, LINEAR], **DELTA
+        ),
+        draft=_dims(32, 64, 3, 4, 2, 8, layer_types=[SLIDING, SLIDING, FULL], **SWA),
+        modern=True,
+        seed=7,
+    ),
 )
 
 
@@ -240,7 +284,11 @@ class Language:
 
 
 def make_target(pair: Pair) -> nn.Module:
-    classes = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
+    classes = {
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+        "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
+        "llama": (LlamaConfig, LlamaForCausalLM),
+    }
     config_class, model_class = classes[pair.family]
     keys = {"tie_word_embeddings": False, "max_position_embeddings": 512} | pair.target
     config = config_class(
@@ -287,7 +335,7 @@ def train_target(pair: Pair, language: Language) -> nn.Module:
 @torch.no_grad()
 def greedy(target: nn.Module, prompts: torch.Tensor, count: int) -> torch.Tensor:
     """Prompts and `count` greedy tokens, for prompts of one length."""
-    cache, ids, step = DynamicCache(), prompts, prompts
+    cache, ids, step = DynamicCache(config=target.config), prompts, prompts
     for _ in range(count):
         logits = target(step, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         step = logits[:, -1:].argmax(-1)
@@ -590,7 +638,8 @@ def plain_rounds(pair: Pair, target, drafter, prompt: list[int], budget: int | N
         features = features_of(pair, forward_with_states(target, ids[:, :start])[1])
         logits = draft_logits(pair, target, drafter, features, ids, torch.tensor([[start]]))
         paths = candidate_paths(logits[0, 0], budget)
-        choices = verify_paths(target, ids, paths)
+        verify = verify_alone if pair.recurrent else verify_paths
+        choices = verify(target, ids, paths)
         path = ()
         while (*path, choices[path]) in choices:
             path = (*path, choices[path])
@@ -620,6 +669,17 @@ def verify_paths(target, ids: torch.Tensor, paths: list[tuple[int, ...]]) -> dic
     ).logits[0]
     best = logits.argmax(-1).tolist()
     return {(): best[length - 1]} | {path: best[row] for path, row in index.items()}
+
+
+def verify_alone(target, ids: torch.Tensor, paths: list[tuple[int, ...]]) -> dict:
+    """As `verify_paths`, every path in a row of its own: what follows a token cannot reach it."""
+    depth = max(map(len, paths))
+    padded = torch.tensor([[*path, *[0] * (depth - len(path))] for path in paths])
+    rows = torch.cat([ids.expand(len(paths), -1), padded], 1)
+    best = target(rows, use_cache=False).logits.argmax(-1)
+    root = ids.shape[1] - 1
+    choices = {(): best[0, root].item()}
+    return choices | {path: best[i, root + len(path)].item() for i, path in enumerate(paths)}
 
 
 def replay(text: list[int], prompt_length: int, logits: torch.Tensor, budget: int | None):
@@ -802,9 +862,11 @@ def choose(pair: Pair, pool: list[Candidate]) -> list[Candidate]:
     return sorted(chosen, key=lambda c: len(c.prompt))
 
 
-def record(pair: Pair, target, drafter, chosen: list[Candidate], reference: Reference) -> dict:
+def record(
+    pair: Pair, target, drafter, chosen: list[Candidate], reference: Reference | None
+) -> dict:
     """All goldens of a pair; every record is checked against the other ways of getting it."""
-    models = reference.drafters(pair, drafter) if pair.public else None
+    models = reference.drafters(pair, drafter) if reference and pair.public else None
     if models:
         check_modules(pair, target, drafter, models, chosen[-1].text[:40])
     golden = {
@@ -856,7 +918,7 @@ def clearest(chosen: list[Candidate]) -> int:
     return best
 
 
-def first_tree(logits: torch.Tensor, budget: int, reference: Reference) -> dict:
+def first_tree(logits: torch.Tensor, budget: int, reference: Reference | None) -> dict:
     """The tree of a prompt's first round, root = 0, nodes from 1 on, best first."""
     paths = candidate_paths(logits, budget)
     index = {(): 0} | {path: number for number, path in enumerate(paths, 1)}
@@ -865,7 +927,7 @@ def first_tree(logits: torch.Tensor, budget: int, reference: Reference) -> dict:
         "depths": [len(path) for path in paths],
         "parents": [index[path[:-1]] for path in paths],
     }
-    assert tree == reference.tree(logits, budget)
+    assert reference is None or tree == reference.tree(logits, budget)
     return tree
 
 
@@ -977,9 +1039,13 @@ Each folder holds
   `draft_logits`: slots 1..B-1).
 
 `source` in golden.json: "public code" (z-lab for chains, DDTree for trees), or "plain loop" where
-no public code exists (sliding or causal drafters): a loop with explicit masks and no caches, which
-was found equal to the public code on the other pairs. Every choice that decides a record has a
-margin above {margin:g} (logits of the target and the chain, path scores of the trees).
+no public code exists (sliding or causal drafters, recurrent targets): a loop with explicit masks
+and no caches, which was found equal to the public code on the other pairs; a recurrent target runs
+every path alone. Every choice that decides a record has a margin above {margin:g} (logits of the
+target and the chain, path scores of the trees).
+
+`hybrid/` is another kind: random hybrid targets and what transformers computes of them. Made by
+`make_hybrid.py`, which says what its files hold.
 
 | pair | source | B | prompts | rounds | chain | tree {budgets} | whole | rejected at 1.. |
 |---|---|---|---|---|---|---|---|---|
@@ -1007,7 +1073,7 @@ def write_readme(out: Path) -> None:
     print("\n".join(rows))
 
 
-def make(pair: Pair, reference: Reference, out: Path, targets: dict[str, nn.Module]) -> None:
+def make(pair: Pair, reference: Reference | None, out: Path, targets: dict[str, nn.Module]) -> None:
     """Fit, run and write one pair; `targets` keeps trained targets for pairs that share one."""
     print(pair.name, flush=True)
     language = Language(pair.vocab, pair.words, pair.seed)
@@ -1037,11 +1103,12 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     if not args.readme:
-        reference = Reference(args.ddtree, args.dflash)
+        pairs = [pair for pair in PAIRS if pair.name in args.only]
+        public = any(pair.public for pair in pairs)
+        reference = Reference(args.ddtree, args.dflash) if public else None
         targets: dict[str, nn.Module] = {}
-        for pair in PAIRS:
-            if pair.name in args.only:
-                make(pair, reference, args.out, targets)
+        for pair in pairs:
+            make(pair, reference, args.out, targets)
     write_readme(args.out)
 
 
