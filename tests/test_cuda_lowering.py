@@ -1,5 +1,6 @@
 """Every program of a request lowers for CUDA on a host without a GPU."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,6 +10,7 @@ from flax import nnx
 
 from ddtree_jax import rounds
 from ddtree_jax.models import Models
+from ddtree_jax.sampling import GREEDY, Sampler
 from ddtree_jax.shapes import SHAPES
 
 PROGRAMS = {
@@ -19,16 +21,31 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("sampled", [False, True])
+SAMPLERS = {
+    "greedy": GREEDY,
+    "sampled": Sampler(noise=True),
+    "everything": Sampler(*(True,) * len(dataclasses.fields(Sampler))),
+}
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_round(name, sampled, monkeypatch):
+def test_round(name, sampler, monkeypatch):
     # What depends on the device must take the GPU's way: unrolled levels, no padded rows.
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     abstract = nnx.eval_shape(lambda: Models(*SHAPES["tiny"], rngs=nnx.Rngs(0)))
     graphdef, state = nnx.split(abstract)
     half = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), state)
     empty = functools.partial(
-        rounds.empty_state, abstract, 2, 128, 8, jnp.bfloat16, drafting=name != "ar"
+        rounds.empty_state,
+        abstract,
+        2,
+        128,
+        8,
+        jnp.bfloat16,
+        drafting=name != "ar",
+        biases=8,
+        penalised=SAMPLERS[sampler].penalties,
     )
     chunk = (
         jax.ShapeDtypeStruct((2, 16), jnp.int32),
@@ -38,7 +55,7 @@ def test_round(name, sampled, monkeypatch):
 
     def program(state, decode_state, *arguments):
         models = nnx.merge(graphdef, state)
-        return PROGRAMS[name](models, decode_state, *arguments, sampled=sampled)
+        return PROGRAMS[name](models, decode_state, *arguments, sampler=SAMPLERS[sampler])
 
     arguments = chunk if name == "prefill" else ()
     traced = jax.jit(program, donate_argnums=1).trace(half, jax.eval_shape(empty), *arguments)

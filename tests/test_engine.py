@@ -11,6 +11,7 @@ from pairs import golden, jitted, models
 from ddtree_jax import Engine, InputError, Options, RunError, cache, rounds
 from ddtree_jax import engine as engines
 from ddtree_jax import tree as trees
+from ddtree_jax.sampling import GREEDY
 
 NAME = "qwen3_gqa"  # block 8
 BUDGET = 15
@@ -333,7 +334,7 @@ def test_finished_rows_stay_as_they_are():
     )
 
     def step(pair, state):
-        return rounds.tree_round(pair, state, budget=7, sampled=False)
+        return rounds.tree_round(pair, state, budget=7, sampler=GREEDY)
 
     after, emitted = jitted(pair, step)(state)
     assert emitted.count[0] >= 1

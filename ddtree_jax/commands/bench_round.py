@@ -20,6 +20,7 @@ from ddtree_jax.commands import shell
 from ddtree_jax.engine import Engine, Options, bucket
 from ddtree_jax.errors import InputError
 from ddtree_jax.models import Models, parameter_name
+from ddtree_jax.sampling import GREEDY
 from ddtree_jax.shapes import SHAPES
 
 WARM_UP = 10
@@ -127,7 +128,7 @@ def stages(engine: Engine, options: Options, context: int, slots: int) -> dict[s
     verify = part(rounds.verify)
 
     def finish(models, state, tree, verified):
-        after, emitted = rounds.accept_and_commit(models, state, tree, verified, block, False)
+        after, emitted = rounds.accept_and_commit(models, state, tree, verified, block, GREEDY)
         # Not donated here: returning the caches would add a copy of them to the measurement.
         return emitted, after.length, after.features
 
