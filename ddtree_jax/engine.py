@@ -351,16 +351,18 @@ class Engine:
 
     def _round_program(self, options: Options, slots: int, sampler: Sampler) -> Future:
         drafting = options.mode != "ar"
+        noisy = options.draft_noise and sampler.noise
         if options.mode == "ar":
             function = functools.partial(rounds.ar_round, sampler=sampler)
         elif options.mode == "dflash":
-            function = functools.partial(rounds.chain_round, sampler=sampler)
+            function = functools.partial(rounds.chain_round, sampler=sampler, draft_noise=noisy)
         else:
             function = functools.partial(
                 rounds.tree_round,
                 budget=options.tree_budget or default_budget(),
                 sampler=sampler,
                 chain_seed=options.chain_seed,
+                draft_noise=noisy,
                 # Ties may fall either way (the text cannot change); only a CPU sorts cheaply.
                 stable_top_k=jax.default_backend() == "cpu",
             )

@@ -26,8 +26,8 @@ def _maximum(scores: jax.Array, axis: str | None) -> jax.Array:
 
 
 def _keys(scores: jax.Array) -> jax.Array:
-    """uint32 that sort as the float32 do."""
-    bits = lax.bitcast_convert_type(scores, jnp.uint32)
+    """uint32 that sort as the float32 do, the two zeros as one."""
+    bits = lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores), jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 

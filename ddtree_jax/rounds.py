@@ -395,11 +395,36 @@ def ar_round(
     return _finish(models, state, trees.chain(state.bonus[:, None]), 1, sampler)
 
 
+def _draft_scores(
+    models: Models, state: DecodeState, sampler: Sampler, draft_noise: bool
+) -> tuple[jax.Array, Cache]:
+    """The block's logits as the requests bend them, and the drafter's extended context.
+
+    Nothing is known of a slot's path, so only the committed text is penalised. With `draft_noise`
+    the rows at T > 0 are ranked with the target's noise; without, by the drafter's probabilities.
+    """
+    logits, draft_cache = draft(models, state)
+    batch, slots = logits.shape[:2]
+    depths = jnp.broadcast_to(jnp.arange(slots), (batch, slots))
+    no_path = jnp.zeros((batch, slots, 0), jnp.int32)
+    with jax.named_scope("draft_scores"):
+        logits = _adjusted(models, state, logits, depths, no_path, sampler)
+        if sampler.noise and draft_noise:
+            logits = sampling.draft_scores(
+                logits,
+                state.length,
+                request=state.request,
+                sampler=sampler,
+                axis=models.target.axis,
+            )
+    return logits, draft_cache
+
+
 def chain_round(
-    models: Models, state: DecodeState, *, sampler: Sampler
+    models: Models, state: DecodeState, *, sampler: Sampler, draft_noise: bool = True
 ) -> tuple[DecodeState, Emitted]:
     """DFlash: the drafter's best token of each slot, verified as a chain."""
-    logits, draft_cache = draft(models, state)
+    logits, draft_cache = _draft_scores(models, state, sampler, draft_noise)
     state = dataclasses.replace(state, draft_cache=draft_cache)
     tokens = sampling.argmax(logits, models.target.axis)
     tree = trees.chain(jnp.concatenate([state.bonus[:, None], tokens], axis=1))
@@ -413,11 +438,12 @@ def tree_round(
     budget: int,
     sampler: Sampler,
     chain_seed: bool = False,
+    draft_noise: bool = True,
     stable_top_k: bool = True,
 ) -> tuple[DecodeState, Emitted]:
     """DDTree: the `budget` most probable prefixes of the drafter's block, verified as a tree."""
     assert models.drafter is not None
-    logits, draft_cache = draft(models, state)
+    logits, draft_cache = _draft_scores(models, state, sampler, draft_noise)
     state = dataclasses.replace(state, draft_cache=draft_cache)
     tree = grow_tree(
         models, state.bonus, logits, budget, chain_seed=chain_seed, stable_top_k=stable_top_k
