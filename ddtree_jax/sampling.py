@@ -209,16 +209,17 @@ def draft_scores(
 
     Slot l predicts position length + l + 1. Whatever the scores, the text stays the target's own;
     the better they tell the target's choice, the more of the tree is accepted. If the drafter were
-    the target, the best would be the choice for certain. Since it is not, the scores are flattened:
-    of many rules tried on the bundled pair (one factor for the log-probabilities and one for the
-    noise; factors by depth and by the entropy of the slot; terms of second order) none predicts the
-    target's choice noticeably better than softmax(0.75 * score).
+    the target, the choice would be the largest of log-probabilities / T + noise for certain. Its
+    errors are a matter of log-probabilities, whatever T, so what is ranked is T times that; and
+    flattened a little it predicts best: softmax(0.75 * (log-probabilities + T * noise)). On the
+    bundled pair neither other factors for one of the two, by depth or by the slot's entropy, nor
+    terms of second order predict the choice noticeably better.
     """
     positions = length_b[:, None] + jnp.arange(logits_blv.shape[1]) + 1
     noisy = scores(logits_blv, request, sampler, axis)
     noisy += noise_of(request, positions, logits_blv.shape[-1], axis)
-    hot = request.temperature[:, None, None] > 0
-    return jnp.where(hot, noisy * NOISE_TRUST, logits_blv)
+    temperature = request.temperature[:, None, None]
+    return jnp.where(temperature > 0, NOISE_TRUST * temperature * noisy, logits_blv)
 
 
 def draft_candidates(

@@ -206,3 +206,28 @@ def test_draft_candidates(kind, ranks):
     assert (scores[..., real:] == -np.inf).all()
     if kind == "certain":
         assert (scores[..., 0] == 0).all()
+
+
+def test_noisy_drafts_foresee_the_choice():
+    """The best candidate of a drafter that is a little wrong is the target's choice more often."""
+    generator, count, slots = np.random.default_rng(3), 64, 5
+    target = generator.standard_normal((count, slots, V)).astype(np.float32) * 2
+    drafter = target + generator.standard_normal(target.shape).astype(np.float32) * 0.5
+    request, length = rows(count, 1.0, np.arange(count)), jnp.arange(count)
+    depths = jnp.broadcast_to(jnp.arange(slots), (count, slots))
+    choice = np.asarray(choose(target, depths, length, slots - 1, request))
+    hits = {}
+    for name, logits in (("blind", drafter), ("noisy", None), ("the target", target)):
+        if name != "blind":
+            given = drafter if logits is None else logits
+            logits = sampling.draft_scores(
+                jnp.asarray(given), length, request=request, sampler=SAMPLED
+            )
+        tokens, scores = sampling.draft_candidates(jnp.asarray(logits), 8)
+        assert (np.diff(scores, axis=-1) <= 0).all()
+        assert (np.asarray(scores) <= 0).all()
+        hits[name] = (np.asarray(tokens)[..., 0] == choice).mean()
+    assert hits["the target"] == 1
+    assert hits["noisy"] > 2 * hits["blind"]
+    greedy = sampling.draft_scores(drafter, length, request=rows(count, 0.0), sampler=SAMPLED)
+    np.testing.assert_array_equal(greedy, drafter)
