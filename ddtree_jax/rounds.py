@@ -120,7 +120,7 @@ def empty_state(
         length=integers(),
         emitted=integers(rows),
         done=jnp.ones((rows,), bool),
-        request=Request.idle(rows, stops, biases),
+        request=jax.tree.map(jnp.asarray, Request.idle(rows, stops, biases)),
         counts=(
             penalties.empty_counts(batch, samples, models.target.config.padded_vocab)
             if penalised
