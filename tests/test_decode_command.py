@@ -299,6 +299,20 @@ def test_json_in_a_file_beside_the_ids_on_stdout(capsys, ids, tmp_path):
     assert [file.name for file in path.parent.iterdir()] == ["out.json"]  # no temporary file left
 
 
+def test_samples_and_log_probabilities(capsys, ids):
+    argv = [*PAIR, *SMALL, "--prompt-ids", ids(), "--n", "2", "--temperature", "1", "--logprobs"]
+    argv += ["--top-p", "0.95", "--repetition-penalty", "1.1", "--logit-bias", f"{WANTED[1]}=-90"]
+    code, out, _ = run(capsys, *argv, "--json", "-")
+    assert code == 0
+    runs = json.loads(out)["runs"]
+    assert [(entry["prompt_index"], entry["sample_index"]) for entry in runs] == [(0, 0), (0, 1)]
+    assert runs[0]["output_ids"] != runs[1]["output_ids"]
+    for entry in runs:
+        assert len(entry["logprobs"]) == len(entry["output_ids"])
+        assert max(entry["logprobs"]) <= 0
+        assert entry["output_ids"][1] != WANTED[1]
+
+
 def test_one_token_has_no_round(capsys, ids):
     argv = [*PAIR, *SMALL, "--max-new-tokens", "1", "--prompt-ids", ids(), "--json", "-"]
     code, out, _ = run(capsys, *argv)
@@ -403,6 +417,32 @@ def test_streamed_text_is_the_text(capsys, spoken, tmp_path):
         outputs.append(out)
         assert out == entry["text"] + "\n"
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_the_shown_text_ends_before_a_stop(capsys, spoken, tmp_path, streamed):
+    folder, _ = spoken
+    path = tmp_path / "out.json"
+    argv = ["--target", str(folder), "--draft", DRAFT, *SMALL, "--json", str(path), "Hello."]
+    argv += [] if streamed else ["--no-stream"]
+    assert run(capsys, *argv)[0] == 0
+    (whole,) = json.loads(path.read_text())["runs"]
+    stop = whole["text"][8:10]
+    code, out, _ = run(capsys, *argv, "--stop", stop, "--stop", "nowhere")
+    (entry,) = json.loads(path.read_text())["runs"]
+    assert code == 0
+    assert out == entry["text"] + "\n"
+    assert entry["text"] == whole["text"][: whole["text"].find(stop)]
+    assert entry["finish_reason"] == "stop"
+    assert entry["output_ids"] == whole["output_ids"][: len(entry["output_ids"])]
+    assert len(entry["output_ids"]) < len(whole["output_ids"])
+    check_run(entry)
+
+
+def test_samples_of_conversations_are_refused(capsys, tmp_path):
+    path = tmp_path / "turns.jsonl"
+    path.write_text(json.dumps({"turns": ["Hi", "And?"]}))
+    refused(capsys, [*PAIR, "--prompt-file", str(path), "--n", "2"], "--n is 2", "several turns")
 
 
 def test_prompt_text_goes_through_the_template(capsys, spoken):
