@@ -130,7 +130,7 @@ def by_formula(logits, prompt, output, repetition, presence, frequency):
     return logits
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(st.data())
 def test_a_node_is_penalised_for_its_own_path(data):
     """Each node as if its path had been committed: repeats, siblings and all."""
