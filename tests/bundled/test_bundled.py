@@ -83,8 +83,8 @@ FILTERS = (
 
 
 def test_sampled_text_does_not_depend_on_the_tree():
-    """Every kind of sampling, a few seeds (BUNDLED_SEEDS); and the noise is worth knowing."""
-    seeds = range(int(os.environ.get("BUNDLED_SEEDS", "2")))
+    """Every kind of sampling, BUNDLED_SEEDS seeds (default 1); and the noise is worth knowing."""
+    seeds = range(int(os.environ.get("BUNDLED_SEEDS", "1")))
     engine = api.load(dtype="float32", batch_size=5)
     prompt = api.encode(engine, PROMPTS[5])
     modes = [
@@ -96,7 +96,7 @@ def test_sampled_text_does_not_depend_on_the_tree():
     texts, taus = [], []
     for mode in modes:
         asked = [
-            Options(max_new_tokens=32, stop_ids=(), seed=seed, **each, **mode)
+            Options(max_new_tokens=24, stop_ids=(), seed=seed, **each, **mode)
             for seed in seeds
             for each in FILTERS
         ]
