@@ -52,6 +52,7 @@ def load(
     batch_size: int = 1,
     max_length: int | None = None,
     prefill_chunk: int | None = None,
+    attention: str = "auto",
     tokenizer: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> Engine:
@@ -62,7 +63,7 @@ def load(
         the pair that comes with this package. `draft` None serves mode "ar" only.
       dtype: "bfloat16" or "float32", of weights, caches and activations.
       revision, draft_revision: of Hub ids.
-      batch_size, max_length, prefill_chunk: see `Engine`.
+      batch_size, max_length, prefill_chunk, attention: see `Engine`.
       tokenizer: False to work with token ids only.
       progress: of a first-time conversion: (parameters done, all parameters).
 
@@ -129,6 +130,7 @@ def load(
         batch_size=batch_size,
         max_length=max_length,
         prefill_chunk=prefill_chunk,
+        attention=attention,
     )
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ddtree_jax.config import DecoderConfig
+from kernels_pallas.dispatch import REFERENCE, Kernels
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=[])
@@ -25,17 +26,15 @@ class Cache:
         return self.k[index], self.v[index]
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=[])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["rows"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Pending:
-    """k[l] and v[l]: [b, n, k, h], the K/V of n nodes that are not committed."""
+    """rows[l]: [b, n, k, g + 2, h], n nodes' queries, then K, then V of layer l.
 
-    k: tuple[jax.Array, ...]
-    v: tuple[jax.Array, ...]
+    Only K and V are committed; the queries stay with them because nothing is copied that way.
+    """
 
-    @staticmethod
-    def of(layers: list[tuple[jax.Array, jax.Array]]) -> "Pending":
-        return Pending(tuple(k for k, _ in layers), tuple(v for _, v in layers))
+    rows: tuple[jax.Array, ...]
 
 
 def empty(config: DecoderConfig, batch: int, slots: int, dtype) -> Cache:
@@ -54,23 +53,13 @@ def commit(
     length_b: jax.Array,
     count_b: jax.Array,
     path_bp: jax.Array | None = None,
+    *,
+    kernels: Kernels = REFERENCE,
 ) -> Cache:
     """Appends the first `count_b` rows of `path_bp` (node indices; None: rows 0, 1, ...).
 
-    Row i of the path goes to slot length_b + i. Rows past the count are sent past the end and
-    dropped; `dynamic_update_slice` would clamp them onto committed rows instead.
+    Row i of the path goes to slot length_b + i.
     """
-
-    def append(slots_bksh: jax.Array, rows_bnkh: jax.Array) -> jax.Array:
-        if path_bp is not None:
-            rows_bnkh = jnp.take_along_axis(rows_bnkh, path_bp[:, :, None, None], axis=1)
-        index = jnp.arange(rows_bnkh.shape[1])
-        past_end = slots_bksh.shape[2]
-        slot = jnp.where(index < count_b[:, None], length_b[:, None] + index, past_end)
-        row = jnp.arange(slot.shape[0])[:, None]
-        return slots_bksh.at[row, :, slot].set(rows_bnkh, mode="drop", unique_indices=False)
-
-    return Cache(
-        tuple(map(append, cache.k, pending.k)),
-        tuple(map(append, cache.v, pending.v)),
-    )
+    pairs = list(zip(cache.k, cache.v, strict=True))
+    pairs = kernels.append(pairs, pending.rows, path_bp, length_b, count_b)
+    return Cache(tuple(k for k, _ in pairs), tuple(v for _, v in pairs))

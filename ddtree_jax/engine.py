@@ -21,8 +21,10 @@ from ddtree_jax.errors import InputError
 from ddtree_jax.models import Models, parameter_name
 from ddtree_jax.rounds import DecodeState, Emitted
 from ddtree_jax.sampling import GREEDY, Request, Sampler
+from kernels_pallas.dispatch import REFERENCE, Kernels, attention_unsupported, unavailable_reason
 
 MODES = ("ddtree", "dflash", "ar")
+ATTENTION = ("auto", "mosaic", "reference")
 STOP_SLOTS = MAX_STOP_IDS  # static, so that requests share programs
 BIAS_SLOTS = 64
 
@@ -195,6 +197,28 @@ def bucket(length: int) -> int:
     return size
 
 
+def _kernels(
+    attention: str, target: TargetConfig, drafter: DrafterConfig | None, dtype
+) -> tuple[Kernels, str]:
+    """The implementations to use, and which one attention has: "mosaic" or "reference"."""
+    if attention not in ATTENTION:
+        raise InputError(f"attention is {attention!r}; expected one of {', '.join(ATTENTION)}")
+    if attention == "reference":
+        return REFERENCE, "reference"
+    unavailable = unavailable_reason()
+    if unavailable is None and dtype != jnp.bfloat16:
+        unavailable = f"the dtype is {jnp.dtype(dtype).name}; the kernels take bfloat16"
+    unsupported = unavailable
+    for config in (target, drafter):
+        if config is not None:
+            unsupported = unsupported or attention_unsupported(
+                config.head_dim, config.group_size, dtype
+            )
+    if attention == "mosaic" and unsupported:
+        raise InputError(f"attention mosaic cannot be used: {unsupported}")
+    return Kernels(mosaic=unavailable is None), "reference" if unsupported else "mosaic"
+
+
 class Engine:
     """Runs requests on one pair of models.
 
@@ -208,6 +232,11 @@ class Engine:
       max_length: prompt plus output, at most; default the target's.
       prefill_chunk: prompt tokens per prefill step.
       mesh: (data, model) mesh, or None for one device.
+      attention: "mosaic" for the kernels, "reference" for plain jnp everywhere, "auto" for the
+        kernels where the device and the shapes allow.
+
+    Raises:
+      InputError: the mesh does not fit the models, or the kernels were asked for and cannot run.
     """
 
     def __init__(
@@ -222,6 +251,7 @@ class Engine:
         max_length: int | None = None,
         prefill_chunk: int | None = None,
         mesh: Mesh | None = None,
+        attention: str = "auto",
     ):
         self.target, self.drafter, self.dtype = target, drafter, dtype
         self.batch_size, self.mesh = batch_size, mesh
@@ -232,7 +262,10 @@ class Engine:
         if mesh is not None:
             sharding.check_mesh(mesh, target, drafter)
         axis = None if mesh is None else sharding.MODEL
-        abstract = nnx.eval_shape(lambda: Models(target, drafter, axis=axis, rngs=nnx.Rngs(0)))
+        self.kernels, self.attention = _kernels(attention, target, drafter, dtype)
+        abstract = nnx.eval_shape(
+            lambda: Models(target, drafter, axis=axis, kernels=self.kernels, rngs=nnx.Rngs(0))
+        )
         self._graphdef, state = nnx.split(abstract)
         self._abstract = abstract
         specs = sharding.parameter_specs(state)

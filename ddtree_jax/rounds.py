@@ -184,6 +184,15 @@ def _adjusted(
     return logits_bnv
 
 
+def _commit(models: Models, cache: Cache, pending: Pending, length_b, count_b, path_bp=None):
+    return caches.commit(cache, pending, length_b, count_b, path_bp, kernels=models.kernels)
+
+
+def _whole_tiles(models: Models, tree: Tree) -> Tree:
+    """Kernels take any number of nodes, but pad most of them at a cost in every layer."""
+    return trees.pad(tree, 8) if models.kernels.mosaic and tree.tokens.shape[1] > 8 else tree
+
+
 def _choose(
     models: Models,
     state: DecodeState,
@@ -267,7 +276,7 @@ def prefill_chunk(
     if draft_cache is not None:
         assert models.drafter is not None
         _, draft_pending = models.drafter(draft_cache, state.length, features, count_b, None)
-        draft_cache = caches.commit(draft_cache, draft_pending, state.length, count_b)
+        draft_cache = _commit(models, draft_cache, draft_pending, state.length, count_b)
     end = jnp.maximum(count_b - 1, 0)[:, None]
     row = jnp.take_along_axis(hidden, end[:, :, None], axis=1)
     length = state.length
@@ -292,7 +301,7 @@ def prefill_chunk(
     )
     return dataclasses.replace(
         state,
-        cache=caches.commit(state.cache, pending, length, count_b),
+        cache=_commit(models, state.cache, pending, length, count_b),
         draft_cache=draft_cache,
         length=length + count_b,
     ), emitted
@@ -324,7 +333,7 @@ def draft(models: Models, state: DecodeState) -> tuple[jax.Array, Cache]:
             state.draft_cache, start, state.features, state.feature_count, block
         )
         assert hidden is not None  # a block was given
-        draft_cache = caches.commit(state.draft_cache, pending, start, state.feature_count)
+        draft_cache = _commit(models, state.draft_cache, pending, start, state.feature_count)
         return models.target.logits(hidden[:, 1:]), draft_cache
 
 
@@ -355,7 +364,7 @@ def accept_and_commit(
     with jax.named_scope("commit"):
         # One committed row per emitted token: the root and the accepted nodes.
         committed = emitted.count
-        cache = caches.commit(state.cache, pending, length, committed, path)
+        cache = _commit(models, state.cache, pending, length, committed, path)
         state = dataclasses.replace(state, cache=cache, length=length + committed)
         if state.draft_cache is not None:
             rows = jnp.take_along_axis(features, path[:, :, None], axis=1)
@@ -366,6 +375,7 @@ def accept_and_commit(
 def _finish(
     models: Models, state: DecodeState, tree: Tree, max_path: int, sampler: Sampler
 ) -> tuple[DecodeState, Emitted]:
+    tree = _whole_tiles(models, tree)
     verified = verify(models, state, tree)
     return accept_and_commit(models, state, tree, verified, max_path, sampler)
 
@@ -385,7 +395,14 @@ def grow_tree(
         candidates, log_probs = sampling.draft_candidates(
             logits_blv, ranks, axis=models.target.axis, stable=stable_top_k
         )
-        return trees.build(bonus_b, candidates, log_probs, budget, chain_seed=chain_seed)
+        return trees.build(
+            bonus_b,
+            candidates,
+            log_probs,
+            budget,
+            chain_seed=chain_seed,
+            kernels=models.kernels,
+        )
 
 
 def ar_round(

@@ -8,11 +8,9 @@ MASKED = -1e30  # finite, so that a row without any key gives zeros and not NaN
 
 
 def tree_attention(
-    q_bnkgh: jax.Array,
+    qkv_bmch: jax.Array,
     k_bksh: jax.Array,
     v_bksh: jax.Array,
-    k_bmkh: jax.Array,
-    v_bmkh: jax.Array,
     mask_bnm: jax.Array,
     lower_bn: jax.Array,
     length_b: jax.Array,
@@ -20,10 +18,10 @@ def tree_attention(
     """Attention in plain jnp: the reference, and what runs where no kernel does.
 
     Args:
-      q_bnkgh: queries of n rows, g heads for each of k KV heads, head dim h.
+      qkv_bmch: [b, m, k, g + 2, h], m rows beside the cache (nodes, or a drafter's newest context
+        and block): for each of k KV heads g query heads, then its key, then its value. The last n
+        rows ask.
       k_bksh, v_bksh: the cache: s slots, of which [0, length_b) are committed.
-      k_bmkh, v_bmkh: K/V of the m rows beside the cache (nodes, or a drafter's newest context and
-        block).
       mask_bnm: whether query row n sees row m.
       lower_bn: the first cache slot that query row n sees (sliding windows; else 0).
       length_b: committed slots of each batch row.
@@ -31,8 +29,10 @@ def tree_attention(
     Returns:
       [b, n, k, g, h] in q's dtype. Scores and softmax are float32; a query that sees nothing is 0.
     """
-    b, n, k, g, h = q_bnkgh.shape
-    s = k_bksh.shape[2]
+    b, m, k, c, h = qkv_bmch.shape
+    n, g, s = mask_bnm.shape[1], c - 2, k_bksh.shape[2]
+    q_bnkgh = qkv_bmch[:, m - n :, :, :g]
+    k_bmkh, v_bmkh = qkv_bmch[..., g, :], qkv_bmch[..., g + 1, :]
     precision = lax.Precision.HIGHEST if q_bnkgh.dtype == jnp.float32 else None
     # Fold the query group into rows: [b, k, n * g, h].
     q = q_bnkgh.transpose(0, 2, 1, 3, 4).reshape(b, k, n * g, h)

@@ -1,27 +1,29 @@
-"""Tree attention for Hopper in Pallas Mosaic GPU: split over the prefix, combined at the end.
+"""Tree attention for Hopper in Pallas Mosaic GPU: split over the keys, combined at the end.
 
-Algorithm. The query group is folded into rows (node-major), so each KV head has n * g query rows,
-in tiles of 64 rows a warpgroup. `_partial` runs online softmax over one source of keys; it is
-launched once for the committed prefix, split over about as many blocks as the GPU has
-multiprocessors, and once for the rows beside it, whose visibility comes as bit words. The partial
-results (unnormalised output, running maximum in log2 units, running sum) are combined in XLA.
+Algorithm. Each KV head has n nodes x g query heads, in tiles of 64 rows: the group is padded to a
+power of two, and a tile holds all heads of 64 / group nodes, head-major, so that each head's part
+is one box of a tensor copy. Keys come in tiles too: those of the committed prefix, then those of
+the rows beside it. The tiles of both are divided evenly over the splits (on the device, from the
+row's length: no length recompiles anything). A block runs online softmax over its share, and a
+second kernel combines the partial results.
 
-A block has one warpgroup that only issues TMA loads of K and V tiles and one or two that compute;
-the latter share every K/V tile. The number of tiles is computed on the device from the row's length
-and lower bound, so no length recompiles anything.
+A block has one warpgroup that only issues copies of K and V tiles into a ring, and one or two that
+compute, 64 rows each, on every tile. Prefix tiles that all rows see whole need no mask; those at
+the row's length or at a window's edge compare slots; tiles of the rows beside test bit words.
 
-Layouts: q [z, rows, h], k and v [z, slots, h] with z = batch * KV heads; bit words [z, words, rows]
-(32 keys a word, so that a tile of 64 keys needs two contiguous vectors).
+Layout of the partial results: [splits, z, rows, h], z = batch * KV heads, rows in the order of the
+tiles; the maximum in log2 units.
 
 Numerics: products in bfloat16 with float32 accumulation; scores, softmax and partial results
 float32; the weights are rounded to bfloat16 before the product with v, unnormalised (the reference
 normalises first). The initial maximum is finite, and weights are zeroed after the exponential, so a
 tile in which a row sees nothing adds nothing.
 
-Limits: see `unsupported_reason`. Under the CPU interpreter the two wgmma forms that it lacks
-(weights from registers, accumulators with an initial value) are replaced by equal ones.
+Under the CPU interpreter the two wgmma forms that it lacks (weights from registers, accumulators
+with an initial value) are replaced by equal ones.
 """
 
+import functools
 import math
 
 import jax
@@ -30,206 +32,345 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-KEYS = 64  # keys per tile: two bit words
-ROWS = 64  # query rows per warpgroup: the m of wgmma
-MULTIPROCESSORS = 132  # of an H200: how many blocks the prefix is split into
-CHUNK = 128  # columns of the output per accumulator
+from kernels_pallas import mosaic
+from kernels_pallas.mosaic import MULTIPROCESSORS, ROW_VECTOR, ROWS, WGMMA
+
 LOWEST = -1e30  # the initial maximum
 LOG2_E = math.log2(math.e)
-BF16_TILES = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-F32_TILES = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
-ROW_VECTOR = plgpu.Layout.WGMMA.reduce(1)
+LONG = 4096  # cache slots from which wider key tiles pay
+PART = 64  # columns that are stored or combined at a time
 
 
-def unsupported_reason(q_bnkgh: jax.Array, k_bksh: jax.Array) -> str | None:
+def unsupported_reason(
+    qkv_bmch: jax.Array | jax.ShapeDtypeStruct, k_bksh: jax.Array | jax.ShapeDtypeStruct
+) -> str | None:
     """Why these shapes cannot use the kernel, or None."""
-    if q_bnkgh.dtype != jnp.bfloat16 or k_bksh.dtype != jnp.bfloat16:
-        return f"{q_bnkgh.dtype} queries and {k_bksh.dtype} keys; the kernel takes bfloat16"
-    if q_bnkgh.shape[-1] not in (64, 128, 256):
-        return f"head size {q_bnkgh.shape[-1]}; the kernel takes 64, 128 or 256"
-    if k_bksh.shape[2] % KEYS:
-        return f"{k_bksh.shape[2]} cache slots; the kernel takes multiples of {KEYS}"
+    _, _, _, c, h = qkv_bmch.shape
+    if qkv_bmch.dtype != jnp.bfloat16 or k_bksh.dtype != jnp.bfloat16:
+        return f"{qkv_bmch.dtype} queries and {k_bksh.dtype} keys; the kernel takes bfloat16"
+    if h not in (64, 128, 256):
+        return f"head size {h}; the kernel takes 64, 128 or 256"
+    if c - 2 > 8:
+        return f"{c - 2} query heads per KV head; the kernel takes up to 8"
+    if k_bksh.shape[2] % key_tile(k_bksh.shape[2], h):
+        return f"{k_bksh.shape[2]} cache slots; the kernel takes multiples of 64, or of 128 if long"
     return None
 
 
-def _partial(q, k, v, begin, end, lower, words, *, splits: int, scale: float, interpret):
-    """Unnormalised attention over slots [begin, end) of one source of keys.
+def key_tile(slots: int, h: int) -> int:
+    """Keys per tile."""
+    return 128 if slots >= LONG and h <= 128 else 64
+
+
+def _tile_nodes(g: int) -> int:
+    """Nodes per tile of 64 rows."""
+    return ROWS >> (g - 1).bit_length()
+
+
+def _partial(
+    qkv,
+    k_cache,
+    v_cache,
+    words,
+    lower,
+    lowest,
+    highest,
+    length,
+    *,
+    n: int,
+    keys: int,
+    splits: int,
+    workers: int,
+    interpret,
+):
+    """Unnormalised attention of each split: o [splits, z, rows, h], m and l [splits, z, rows].
 
     Args:
-      q: bfloat16 [z, rows, h], rows a multiple of ROWS.
-      k, v: bfloat16 [z, slots, h], slots a multiple of KEYS.
-      begin, end: int32 [z].
-      lower: int32 [z, rows], the first slot each row sees, or None for `begin`.
-      words: int32 [z, slots / 32, rows], bit j % 32 of word j // 32 is whether a row sees slot j;
-        None: all of [begin, end).
-      splits: parts that the slots are divided into.
-
-    Returns:
-      float32 o [splits, z, rows, h], m and l [splits, z, rows].
+      qkv: bfloat16 [b, m, k * (g + 2) * h]; the last n rows ask.
+      k_cache, v_cache: bfloat16 [b, k, slots, h].
+      words: int32 [b, m / 32, rows], bit j % 32 of word j // 32: whether a row sees row j beside.
+      lower: int32 [b, rows], the first slot that each row sees.
+      lowest, highest: int32 [b], the least and the greatest of `lower`.
+      length: int32 [b].
     """
-    z, rows, h = q.shape
-    # A K or V tile takes 128 h bytes; at h = 256 two of each and one worker's rows fill the SMEM.
-    workers = 2 if rows % (2 * ROWS) == 0 and h <= 128 else 1
-    stages = 3 if h <= 128 else 2
-    chunks = [pl.ds(start, min(h, CHUNK)) for start in range(0, h, CHUNK)]
-    chunk = min(h, CHUNK)
-    tile_rows = workers * ROWS
+    b, kv_heads, _, h = k_cache.shape
+    m, columns = qkv.shape[1:]
+    g = columns // (kv_heads * h) - 2
+    nodes, z, rows = _tile_nodes(g), b * kv_heads, lower.shape[-1]
+    stages = 2 if h == 256 or keys == 128 else 3
+    chunk = min(h, 128)  # columns of the output per accumulator
+    chunks = [pl.ds(start, chunk) for start in range(0, h, chunk)]
+    beside_tiles = -(-m // keys)
 
-    def kernel(*refs):
-        refs = list(refs)
-        q_ref, k_ref, v_ref, begin_ref, end_ref = refs[:5]
-        del refs[:5]
-        lower_ref = refs.pop(0) if lower is not None else None
-        words_ref = refs.pop(0) if words is not None else None
-        o_ref, m_ref, l_ref, q_smem2, o_smem2, p_smem2, stats_smem, q_barriers = refs
-        head = lax.axis_index("head")
-        split = lax.axis_index("split")
-        worker = lax.axis_index("wg")
-        row = lax.axis_index("tile") * tile_rows + worker * ROWS
-        first, last = begin_ref[head], end_ref[head]
-        # Tiles of this split: an equal share of those that hold any slot of [first, last).
-        first_tile = first // KEYS
-        tiles = jnp.maximum((last + KEYS - 1) // KEYS - first_tile, 0)
-        share = (tiles + splits - 1) // splits
-        begin_tile = first_tile + split * share
-        count = jnp.clip(first_tile + tiles - begin_tile, 0, share)
+    def tree_attention_kernel(
+        qkv_ref, k_ref, v_ref, words_ref, lower_ref, lowest_ref, highest_ref, length_ref, *refs
+    ):
+        o_ref, m_ref, l_ref, q_smem2, k_smem, v_smem, o_smem2, stats_smem, p_smem2, *refs = refs
+        q_full, k_full, v_full, k_free, v_free = refs
+        z_index, split, worker = (lax.axis_index(axis) for axis in ("z", "split", "wg"))
+        batch, head = z_index // kv_heads, lax.rem(z_index, kv_heads)
+        column = head * (g + 2) * h
+        tile = lax.axis_index("tile") * workers + worker
 
-        def columns(tile, shape):
-            index = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
-            return index + tile * KEYS
+        # This split's share [start, stop) of the tiles: those of the prefix, then those beside.
+        end = length_ref[batch]
+        first = lowest_ref[batch] // keys
+        prefix = jnp.maximum((end + keys - 1) // keys - first, 0)
+        share = (prefix + beside_tiles + splits - 1) // splits
+        start = jnp.minimum(split * share, prefix + beside_tiles)
+        stop = jnp.minimum(start + share, prefix + beside_tiles)
+        begin, limit = (first + jnp.minimum(x, prefix) for x in (start, stop))
+        # Of [begin, limit), all rows see the tiles [inner, inner_end) whole.
+        inner = jnp.clip((highest_ref[batch] + keys - 1) // keys, begin, limit)
+        inner_end = jnp.clip(end // keys, inner, limit)
+        below = inner - begin
+        edges, inners = below + limit - inner_end, inner_end - inner
+        beside, beside_end = (jnp.maximum(x - prefix, 0) for x in (start, stop))
+
+        def edge_tile(i):
+            return jnp.where(i < below, begin + i, inner_end + i - below)
+
+        def spread(x, shape):
+            return lax.broadcast_in_dim(x, shape, [0])
+
+        def key_index(key_tile, shape):
+            index = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA)
+            return index + key_tile * keys
 
         def row_vector(ref, *index):
-            part = ref.at[(*index, pl.ds(row, ROWS))]
+            part = ref.at[(*index, pl.ds(tile * ROWS, ROWS))]
             return plgpu.load(part, layout=ROW_VECTOR, optimized=False)
 
-        def visible(step, shape):
-            tile = begin_tile + step
-            column = columns(tile, shape)
-            seen = (column < last) & (column >= first)
-            if lower_ref is not None:
-                bound = lax.broadcast_in_dim(row_vector(lower_ref, head), shape, [0])
-                seen = seen & (column >= bound)
-            if words_ref is not None:
-                low = lax.broadcast_in_dim(row_vector(words_ref, head, 2 * tile), shape, [0])
-                high = lax.broadcast_in_dim(row_vector(words_ref, head, 2 * tile + 1), shape, [0])
-                word = jnp.where((column & 32) == 0, low, high)
-                seen = seen & ((lax.shift_right_logical(word, column & 31) & 1) == 1)
-            return seen
+        def seen_edge(key_tile, shape):
+            slot = key_index(key_tile, shape)
+            return (slot < end) & (slot >= spread(row_vector(lower_ref, batch), shape))
 
-        def compute(run_pipeline):
+        def seen_beside(key_tile, shape):
+            index = key_index(0, shape)
+            first_word = key_tile * (keys // 32)
+            word = spread(row_vector(words_ref, batch, first_word), shape)
+            for i in range(1, keys // 32):
+                other = spread(row_vector(words_ref, batch, first_word + i), shape)
+                word = jnp.where(index >= 32 * i, other, word)
+            return (lax.shift_right_logical(word, index & 31) & 1) == 1
+
+        def compute():
             q_smem, o_smem = q_smem2.at[worker], o_smem2.at[worker]
-            source = q_ref.at[head, pl.ds(row, ROWS)]
-            plgpu.copy_gmem_to_smem(source, q_smem, q_barriers.at[worker])
-            plgpu.barrier_wait(q_barriers.at[worker])
-            start = (
+            for j in range(g):
+                source = qkv_ref.at[
+                    batch, pl.ds(m - n + tile * nodes, nodes), pl.ds(column + j * h, h)
+                ]
+                part = q_smem.at[pl.ds(j * nodes, nodes)]
+                plgpu.copy_gmem_to_smem(source, part, q_full.at[worker])
+            plgpu.barrier_wait(q_full.at[worker])
+
+            def add_product(o, p, values):
+                if interpret is None:
+
+                    def accumulate(acc):
+                        plgpu.wgmma(acc, p, values)
+
+                    return pl.run_state(accumulate)(plgpu.ACC.init(o))
+
+                def product(acc):
+                    plgpu.wgmma(acc, p_smem2.at[worker], values)
+                    return acc[...]
+
+                return o + pl.run_scoped(product, plgpu.ACC(o.shape, jnp.float32))
+
+            def visit(step, key_tile, seen_of, carry):
+                o, peak, total = carry
+                slot = lax.rem(step, stages)
+                plgpu.barrier_wait(k_full.at[slot])
+
+                def scores(acc):
+                    plgpu.wgmma(acc, q_smem, k_smem.at[slot].transpose((1, 0)))
+                    return acc[...]
+
+                s = pl.run_scoped(scores, plgpu.ACC((ROWS, keys), jnp.float32))
+                plgpu.barrier_arrive(k_free.at[slot])
+                s = s * (h**-0.5 * LOG2_E)
+                if seen_of is not None:
+                    seen = seen_of(key_tile, s.shape)
+                    s = jnp.where(seen, s, LOWEST)
+                new_peak = jnp.maximum(peak, s.max(axis=1))
+                decay = jnp.exp2(peak - new_peak)
+                p = jnp.exp2(s - spread(new_peak, s.shape))
+                if seen_of is not None:
+                    p = jnp.where(seen, p, 0.0)
+                total = total * decay + p.sum(axis=1)
+                o = [x * spread(decay, x.shape) for x in o]
+                p = p.astype(jnp.bfloat16)
+                if interpret is not None:
+                    p_smem2[worker] = p
+                    plgpu.commit_smem()
+                plgpu.barrier_wait(v_full.at[slot])
+                o = tuple(
+                    add_product(x, p, v_smem.at[slot, :, part])
+                    for x, part in zip(o, chunks, strict=True)
+                )
+                plgpu.barrier_arrive(v_free.at[slot])
+                return o, new_peak, total
+
+            carry = (
                 tuple(jnp.zeros((ROWS, chunk), jnp.float32) for _ in chunks),
                 jnp.full((ROWS,), LOWEST, jnp.float32),
                 jnp.zeros((ROWS,), jnp.float32),
             )
-            o, m, total = run_pipeline(start)
-            target = (split, head, pl.ds(row, ROWS))
-            stats_smem[worker, 0] = m
+            carry = lax.fori_loop(
+                0, edges, lambda i, c: visit(i, edge_tile(i), seen_edge, c), carry
+            )
+            carry = lax.fori_loop(0, inners, lambda i, c: visit(edges + i, None, None, c), carry)
+            o, peak, total = lax.fori_loop(
+                0,
+                beside_end - beside,
+                lambda i, c: visit(edges + inners + i, beside + i, seen_beside, c),
+                carry,
+            )
+            stats_smem[worker, 0] = peak
             stats_smem[worker, 1] = total
-            for columns_of, part in zip(chunks, o, strict=True):
-                o_smem[...] = part
+            target = (split, z_index, pl.ds(tile * ROWS, ROWS))
+            for start in range(0, h, PART):
+                within = start % chunk
+                o_smem[...] = o[start // chunk][:, within : within + PART]
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(o_smem, o_ref.at[(*target, columns_of)])
+                plgpu.copy_smem_to_gmem(o_smem, o_ref.at[(*target, pl.ds(start, PART))])
                 plgpu.wait_smem_to_gmem(0)
             plgpu.copy_smem_to_gmem(stats_smem.at[worker, 0], m_ref.at[target])
             plgpu.copy_smem_to_gmem(stats_smem.at[worker, 1], l_ref.at[target])
             plgpu.wait_smem_to_gmem(0)
 
-        def add_product(o, p, p_smem, v_smem):
-            if interpret is None:
+        def load():
+            def fetch(step, k_source, v_source):
+                slot = lax.rem(step, stages)
+                for source, buffer, full, free in (
+                    (k_source, k_smem, k_full, k_free),
+                    (v_source, v_smem, v_full, v_free),
+                ):
 
-                def accumulate(acc):
-                    plgpu.wgmma(acc, p, v_smem)
+                    @pl.when(step >= stages)
+                    def _(free=free):
+                        plgpu.barrier_wait(free.at[slot])
 
-                return pl.run_state(accumulate)(plgpu.ACC.init(o))
+                    plgpu.copy_gmem_to_smem(source, buffer.at[slot], full.at[slot])
 
-            def product(acc):
-                plgpu.wgmma(acc, p_smem, v_smem)
-                return acc[...]
+            def from_cache(step, key_tile):
+                where = (batch, head, pl.ds(key_tile * keys, keys))
+                fetch(step, k_ref.at[where], v_ref.at[where])
 
-            return o + pl.run_scoped(product, plgpu.ACC(o.shape, jnp.float32))
+            def from_beside(step, key_tile):
+                some = pl.ds(key_tile * keys, keys)
+                k_source, v_source = (
+                    qkv_ref.at[batch, some, pl.ds(column + (g + i) * h, h)] for i in range(2)
+                )
+                fetch(step, k_source, v_source)
 
-        def step(indices, k_smem, v_smem, k_consumed, v_consumed, carry):
-            o, m, total = carry
+            def loop(count, body):
+                lax.fori_loop(0, count, lambda i, _: body(i), None)
 
-            def scores(acc):
-                plgpu.wgmma(acc, q_smem2.at[worker], k_smem.transpose((1, 0)))
-                return acc[...]
+            loop(edges, lambda i: from_cache(i, edge_tile(i)))
+            loop(inners, lambda i: from_cache(edges + i, inner + i))
+            loop(beside_end - beside, lambda i: from_beside(edges + inners + i, beside + i))
+            # Warpgroups end together, with no phase of a barrier left unseen.
+            steps = edges + inners + beside_end - beside
 
-            s = pl.run_scoped(scores, plgpu.ACC((ROWS, KEYS), jnp.float32))
-            plgpu.barrier_arrive(k_consumed)
-            seen = visible(indices[0], s.shape)
-            s = jnp.where(seen, s * (scale * LOG2_E), LOWEST)
-            new_m = jnp.maximum(m, s.max(axis=1))
-            decay = jnp.exp2(m - new_m)
-            p = jnp.exp2(s - lax.broadcast_in_dim(new_m, s.shape, [0]))
-            p = jnp.where(seen, p, 0.0)
-            total = total * decay + p.sum(axis=1)
-            decayed = [x * lax.broadcast_in_dim(decay, x.shape, [0]) for x in o]
-            p = p.astype(jnp.bfloat16)
-            if interpret is not None:
-                p_smem2[worker] = p
-                plgpu.commit_smem()
-            o = tuple(
-                add_product(x, p, p_smem2.at[worker], v_smem.at[:, part])
-                for x, part in zip(decayed, chunks, strict=True)
-            )
-            plgpu.barrier_arrive(v_consumed)
-            return o, new_m, total
+            def drain(step, _):
+                for free in (k_free, v_free):
+                    plgpu.barrier_wait(free.at[lax.rem(step, stages)])
 
-        tile_spec = plgpu.BlockSpec(
-            block_shape=(KEYS, h),
-            index_map=lambda i: (begin_tile + i, 0),
-            transforms=BF16_TILES,
-        )
-        pipeline = plgpu.emit_pipeline_warp_specialized(
-            step,
-            grid=(count,),
-            max_concurrent_steps=stages,
-            num_compute_wgs=workers,
-            memory_registers=40,
-            wg_axis="wg",
-            manual_consumed_barriers=True,
-            compute_context=compute,
-            in_specs=[tile_spec, tile_spec],
-            out_specs=[],
-        )
-        pipeline(k_ref.at[head], v_ref.at[head])
+            lax.fori_loop(jnp.maximum(steps - stages, 0), steps, drain, None)
 
-    inputs = [x for x in (q, k, v, begin, end, lower, words) if x is not None]
+        # Three warpgroups share the registers unevenly; two have enough as it is.
+        @pl.when(worker < workers)
+        def _():
+            if workers == 2:
+                plgpu.set_max_registers(232, action="increase")
+            compute()
+
+        @pl.when(worker == workers)
+        def _():
+            if workers == 2:
+                plgpu.set_max_registers(40, action="decrease")
+            load()
+
     stats = jax.ShapeDtypeStruct((splits, z, rows), jnp.float32)
+    tiles = mosaic.tiles(64, jnp.bfloat16)
     return plgpu.kernel(
-        kernel,
+        tree_attention_kernel,
         out_type=(jax.ShapeDtypeStruct((splits, z, rows, h), jnp.float32), stats, stats),
-        grid=(z, rows // tile_rows, splits),
-        grid_names=("head", "tile", "split"),
+        grid=(z, rows // (ROWS * workers), splits),
+        grid_names=("z", "tile", "split"),
         num_threads=workers + 1,
         thread_name="wg",
         scratch_types=(
-            plgpu.SMEM((workers, ROWS, h), jnp.bfloat16, transforms=BF16_TILES),
-            plgpu.SMEM((workers, ROWS, chunk), jnp.float32, transforms=F32_TILES),
-            # Weights, under the interpreter only; 8 rows are the least that a tiled buffer has.
+            plgpu.SMEM((workers, ROWS, h), jnp.bfloat16, transforms=tiles),
+            plgpu.SMEM((stages, keys, h), jnp.bfloat16, transforms=tiles),
+            plgpu.SMEM((stages, keys, h), jnp.bfloat16, transforms=tiles),
             plgpu.SMEM(
-                (workers, 8 if interpret is None else ROWS, KEYS),
-                jnp.bfloat16,
-                transforms=BF16_TILES,
+                (workers, ROWS, PART), jnp.float32, transforms=mosaic.tiles(PART, jnp.float32)
             ),
             plgpu.SMEM((workers, 2, ROWS), jnp.float32),
-            plgpu.Barrier(num_barriers=workers),
+            # Weights, under the interpreter only; 8 rows are the least that a tiled buffer has.
+            plgpu.SMEM(
+                (workers, 8 if interpret is None else ROWS, keys), jnp.bfloat16, transforms=tiles
+            ),
+            plgpu.Barrier(num_arrivals=g, num_barriers=workers),
+            plgpu.Barrier(num_barriers=stages),
+            plgpu.Barrier(num_barriers=stages),
+            plgpu.Barrier(num_arrivals=workers, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=workers, num_barriers=stages),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-    )(*inputs)
+    )(qkv, k_cache, v_cache, words, lower, lowest, highest, length)
 
 
-def _pad(x: jax.Array, axis: int, multiple: int) -> jax.Array:
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, -x.shape[axis] % multiple)
-    return jnp.pad(x, widths)
+def _combine(o, m, total, *, batch: int, n: int, g: int, interpret) -> jax.Array:
+    """bfloat16 [batch, n, k * g * h] from the partial results; 0 where nothing is seen."""
+    splits, z, _, h = o.shape
+    kv_heads, nodes = z // batch, _tile_nodes(g)
+
+    def combine_kernel(o_ref, m_ref, l_ref, out_ref, out_smem):
+        z_index, tile, part = (lax.axis_index(axis) for axis in ("z", "tile", "part"))
+        rows = pl.ds(tile * ROWS, ROWS)
+
+        def vector(ref, split):
+            return plgpu.load(ref.at[split, z_index, rows], layout=ROW_VECTOR, optimized=False)
+
+        peaks = [vector(m_ref, split) for split in range(splits)]
+        peak = functools.reduce(jnp.maximum, peaks)
+        weights = [jnp.exp2(x - peak) for x in peaks]
+        norm = functools.reduce(
+            lambda a, b: a + b, [vector(l_ref, i) * weight for i, weight in enumerate(weights)]
+        )
+        inverse = 1.0 / jnp.where(norm == 0.0, 1.0, norm)
+        y = None
+        for split, weight in enumerate(weights):
+            source = o_ref.at[split, z_index, rows, pl.ds(part * PART, PART)]
+            x = plgpu.load(source, layout=WGMMA, optimized=False)
+            x = x * lax.broadcast_in_dim(weight * inverse, x.shape, [0])
+            y = x if y is None else y + x
+        out_smem[...] = y.astype(jnp.bfloat16)
+        plgpu.commit_smem()
+        for j in range(g):
+            column = (lax.rem(z_index, kv_heads) * g + j) * h + part * PART
+            target = (z_index // kv_heads, pl.ds(tile * nodes, nodes), pl.ds(column, PART))
+            plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(j * nodes, nodes)], out_ref.at[target])
+        plgpu.wait_smem_to_gmem(0)
+
+    return plgpu.kernel(
+        combine_kernel,
+        out_type=jax.ShapeDtypeStruct((batch, n, kv_heads * g * h), jnp.bfloat16),
+        grid=(z, -(-n // nodes), h // PART),
+        grid_names=("z", "tile", "part"),
+        num_threads=1,
+        thread_name="wg",
+        scratch_types=(
+            plgpu.SMEM((ROWS, PART), jnp.bfloat16, transforms=mosaic.tiles(PART, jnp.bfloat16)),
+        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )(o, m, total)
 
 
 def bit_words(mask_bnm: jax.Array) -> jax.Array:
@@ -240,20 +381,11 @@ def bit_words(mask_bnm: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(words, jnp.int32).swapaxes(1, 2)
 
 
-def combine(o: jax.Array, m: jax.Array, total: jax.Array) -> jax.Array:
-    """float32 [z, rows, h] from partial results stacked on axis 0; 0 where nothing is seen."""
-    weight = jnp.exp2(m - m.max(axis=0))
-    norm = (total * weight).sum(axis=0)
-    mixed = (o * weight[..., None]).sum(axis=0)
-    return mixed / jnp.where(norm == 0.0, 1.0, norm)[..., None]
-
-
+@functools.partial(jax.jit, static_argnames=("splits", "interpret"))
 def tree_attention(
-    q_bnkgh: jax.Array,
+    qkv_bmch: jax.Array,
     k_bksh: jax.Array,
     v_bksh: jax.Array,
-    k_bmkh: jax.Array,
-    v_bmkh: jax.Array,
     mask_bnm: jax.Array,
     lower_bn: jax.Array,
     length_b: jax.Array,
@@ -264,50 +396,60 @@ def tree_attention(
     """The kernel, with the signature of the reference in `tree_attention.py`.
 
     Args:
-      splits: parts of the prefix (static); default: enough to fill the GPU.
+      splits: parts that the keys are divided into (static); default: enough to fill the GPU.
       interpret: `plgpu.InterpretGPUParams` to run on a CPU.
     """
-    b, n, kv_heads, g, h = q_bnkgh.shape
-    slots = k_bksh.shape[2]
-    z, rows = b * kv_heads, n * g
+    b, m, k, c, h = qkv_bmch.shape
+    n, slots, g = mask_bnm.shape[1], k_bksh.shape[2], c - 2
+    more_n = -n % 8 if n > 8 else 0
+    more_m = max(n + more_n - m, 0)
+    more_m += -(m + more_m) % 8 if m + more_m > 8 else 0
+    if more_n or more_m:
+        # Rows before the others, so that the last n stay those that ask; nothing sees them.
+        qkv_bmch = jnp.pad(qkv_bmch, [(0, 0), (more_m, 0), (0, 0), (0, 0), (0, 0)])
+        mask_bnm = jnp.pad(mask_bnm, [(0, 0), (more_n, 0), (more_m, 0)])
+        lower_bn = jnp.pad(lower_bn, [(0, 0), (more_n, 0)], mode="edge")
+        out = tree_attention(
+            qkv_bmch,
+            k_bksh,
+            v_bksh,
+            mask_bnm,
+            lower_bn,
+            length_b,
+            splits=splits,
+            interpret=interpret,
+        )
+        return out[:, more_n:]
+    nodes, keys = _tile_nodes(g), key_tile(slots, h)
+    tiles = -(-n // nodes)
+    workers = 2 if tiles > 1 and h <= 128 else 1
+    tiles += -tiles % workers
 
-    def per_head(x):
-        return jnp.repeat(x, kv_heads, axis=0)
+    def by_tile(x):
+        """[..., n] in the order of the tiles: [..., tiles * 64]."""
+        widths = [(0, 0)] * (x.ndim - 1) + [(0, tiles * nodes - n)]
+        x = jnp.pad(x, widths).reshape(*x.shape[:-1], tiles, 1, nodes)
+        x = jnp.broadcast_to(x, (*x.shape[:-2], ROWS // nodes, nodes))
+        return x.reshape(*x.shape[:-3], tiles * ROWS)
 
-    q = q_bnkgh.transpose(0, 2, 1, 3, 4).reshape(z, rows, h)
-    q = _pad(q, 1, ROWS if rows <= ROWS else 2 * ROWS)
-    lower = _pad(jnp.repeat(per_head(lower_bn), g, axis=1), 1, q.shape[1])
-    k_new, v_new = (_pad(x.swapaxes(1, 2).reshape(z, -1, h), 1, KEYS) for x in (k_bmkh, v_bmkh))
-    words = jnp.repeat(bit_words(_pad(mask_bnm, 2, KEYS)), g, axis=2)
-    words = _pad(per_head(words), 2, q.shape[1])
-    length = per_head(length_b).astype(jnp.int32)
+    lower_bn = lower_bn.astype(jnp.int32)
     if splits is None:
-        blocks = z * (q.shape[1] // min(2 * ROWS, q.shape[1]))
-        splits = max(1, min(MULTIPROCESSORS // blocks, slots // (2 * KEYS)))
-    shared = dict(scale=h**-0.5, interpret=interpret)
-    first = per_head(lower_bn.min(axis=1)).astype(jnp.int32)
-    prefix = _partial(
-        q,
-        k_bksh.reshape(z, slots, h),
-        v_bksh.reshape(z, slots, h),
-        first,
-        length,
-        lower.astype(jnp.int32),
-        None,
+        blocks = b * k * tiles // workers
+        splits = max(1, min(MULTIPROCESSORS // blocks, slots // (2 * keys)))
+    o, peak, total = _partial(
+        qkv_bmch.reshape(b, m, -1),
+        k_bksh,
+        v_bksh,
+        by_tile(bit_words(jnp.pad(mask_bnm, [(0, 0), (0, 0), (0, -m % keys)]))),
+        by_tile(lower_bn),
+        lower_bn.min(axis=1),
+        lower_bn.max(axis=1),
+        length_b.astype(jnp.int32),
+        n=n,
+        keys=keys,
         splits=splits,
-        **shared,
+        workers=workers,
+        interpret=interpret,
     )
-    beside = _partial(
-        q,
-        k_new,
-        v_new,
-        jnp.zeros_like(length),
-        jnp.full_like(length, k_bmkh.shape[1]),
-        None,
-        words,
-        splits=1,
-        **shared,
-    )
-    parts = (jnp.concatenate(pair) for pair in zip(prefix, beside, strict=True))
-    o = combine(*parts)[:, :rows].astype(q_bnkgh.dtype)
-    return o.reshape(b, kv_heads, n, g, h).transpose(0, 2, 1, 3, 4)
+    out = _combine(o, peak, total, batch=b, n=n, g=g, interpret=interpret)
+    return out.reshape(b, n, k, g, h)

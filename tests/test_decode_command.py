@@ -54,6 +54,11 @@ def refused(capsys, argv, *words):
 # Errors.
 
 
+def test_kernels_that_cannot_run_are_refused(capsys, ids):
+    argv = [*PAIR, "--prompt-ids", ids(), "--attention", "mosaic"]
+    refused(capsys, argv, "attention mosaic cannot be used", "the device is a cpu")
+
+
 @pytest.mark.parametrize(
     ("flag", "value"),
     [
@@ -62,7 +67,6 @@ def refused(capsys, argv, *words):
         ("--trace", "trace.html"),
         ("--chat", None),
         ("--tree-budget", "auto"),
-        ("--attention", "mosaic"),
     ],
 )
 def test_flags_of_later_are_refused_by_name(capsys, ids, flag, value):

@@ -13,6 +13,7 @@ from ddtree_jax import cache as caches
 from ddtree_jax import rounds, sampling
 from ddtree_jax import tree as trees
 from ddtree_jax.models import Target
+from kernels_pallas import draft_tree
 
 TOLERANCE = 1e-5  # of the largest number of a tensor
 SLOTS = 48
@@ -201,7 +202,7 @@ def test_tree_is_all_its_paths(kind):
     causal = trees.chain(jnp.zeros((1, DEEPEST + 1), jnp.int32))
     for seed in range(3):
         parents, depths, tokens, prefix = random_tree(seed)
-        ancestors = trees.ancestor_matrix(jnp.asarray(parents)[None], DEEPEST)
+        ancestors = draft_tree.ancestor_matrix(jnp.asarray(parents)[None], DEEPEST)
         got = run(row(prefix), row(tokens), row(depths), ancestors)
         slots = run(row(prefix), row(tokens), row(np.arange(NODES)), ancestors)
         seen, moved = set(), 0
@@ -249,7 +250,7 @@ def test_cache_is_only_read_below_the_length():
     """What lies in slots past the committed rows never matters."""
     target = target_for("window")
     _, depths, tokens, prefix = random_tree(0)
-    ancestors = trees.ancestor_matrix(jnp.asarray(random_tree(0)[0])[None], DEEPEST)
+    ancestors = draft_tree.ancestor_matrix(jnp.asarray(random_tree(0)[0])[None], DEEPEST)
 
     def both(target, prefix, tokens, depths, ancestors):
         cache, length = forward_prefix(target, prefix), jnp.full(1, PREFIX, jnp.int32)
@@ -272,7 +273,7 @@ def test_commit_takes_the_path_and_never_touches_committed_rows():
     for chosen in (path, None):
         got = caches.commit(
             caches.Cache((jnp.asarray(before),), (jnp.asarray(-before),)),
-            caches.Pending((jnp.asarray(rows_new),), (jnp.asarray(-rows_new),)),
+            caches.Pending((jnp.asarray(np.stack([rows_new, -rows_new], axis=3)),)),
             jnp.asarray(length),
             jnp.asarray(count),
             None if chosen is None else jnp.asarray(chosen),

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from ddtree_jax import tree as trees
+from kernels_pallas import draft_tree
 
 UNIT = 2**20  # scores are whole multiples of 2^-20 nats
 FLOOR = -(2**26)
@@ -229,7 +230,7 @@ def as_tree(size, parents, depths, tokens):
         tokens=jnp.array([tokens]),
         parents=jnp.array([parents]),
         depths=jnp.array([depths]),
-        ancestors=trees.ancestor_matrix(linked[None], PATH - 1),
+        ancestors=draft_tree.ancestor_matrix(linked[None], PATH - 1),
         valid=valid[None],
     )
 

@@ -50,22 +50,23 @@ def _parser() -> shell.Parser:
 
 def answer_all(
     engine: Engine, conversations: list[Conversation], options: Options, advance=lambda: None
-) -> list[Generation]:
+) -> list[list[Generation]]:
     """Every turn of every conversation, answered with the model's own earlier answers."""
-    answers: list[list[str]] = [[] for _ in conversations]
-    everything = []
+    answers: list[list[Generation]] = [[] for _ in conversations]
     for turn in range(max(len(conversation) for conversation in conversations)):
         members = [i for i, conversation in enumerate(conversations) if turn < len(conversation)]
-        ids = [conversations[i].encode(engine.tokenizer, answers[i]) for i in members]
+        ids = [
+            conversations[i].encode(engine.tokenizer, [each.text or "" for each in answers[i]])
+            for i in members
+        ]
         results = {}
         for event, generation in engine.run(ids, options):
             results[event.index] = generation
             if event.done:
                 advance()
         for place, index in enumerate(members):
-            answers[index].append(engine.with_text(results[place]).text or "")
-            everything.append(results[place])
-    return everything
+            answers[index].append(engine.with_text(results[place]))
+    return answers
 
 
 def _measure(generations: list[Generation], reference: list[Generation]) -> dict[str, Any]:
@@ -158,12 +159,30 @@ def _acceptance(args) -> int:
         dtype=args.dtype,
         batch_size=args.batch_size,
     )
+    # One batch of all sets: rows stay busy, and no set compiles programs of its own.
+    conversations = [
+        Conversation(tuple(each)) for turns in sets.values() for each in turns[: args.limit]
+    ]
+    names = [name for name, turns in sets.items() for _ in turns[: args.limit]]
+    longest = max(len(conversation.encode(engine.tokenizer, [])) for conversation in conversations)
+    for _, each_seed in plan:
+        engine.prepare(each_seed[0], longest)
     rows: list[dict[str, Any]] = []
-    reference: dict[tuple, list[Generation]] = {}
+    reference: dict[tuple[float, int], list[list[Generation]]] = {}
     with Progress(console=console, transient=True) as progress:
         for label, each_seed in plan:
             first = each_seed[0]
             speculates = first.mode != "ar"
+            total = len(each_seed) * sum(map(len, conversations))
+            task = progress.add_task(label, total=total)
+            results = []
+            for options in each_seed:
+                answers = answer_all(
+                    engine, conversations, options, lambda task=task: progress.advance(task)
+                )
+                expected = reference.setdefault((options.temperature, options.seed), answers)
+                results.append((answers, expected))
+            progress.remove_task(task)
             row: dict[str, Any] = {
                 "label": label,
                 "mode": first.mode,
@@ -172,23 +191,16 @@ def _acceptance(args) -> int:
                 "draft_noise": first.draft_noise if speculates and first.temperature else None,
                 "sets": {},
             }
-            for name, turns in sets.items():
-                conversations = [Conversation(tuple(each)) for each in turns[: args.limit]]
-                total = len(each_seed) * sum(len(each) for each in conversations)
-                task = progress.add_task(f"{label}, {name}", total=total)
-                results: list[Generation] = []
-                wanted: list[Generation] = []
-                taus = []
-                for options in each_seed:
-                    answers = answer_all(
-                        engine, conversations, options, lambda task=task: progress.advance(task)
-                    )
-                    key = (name, options.temperature, options.seed)
-                    results += answers
-                    wanted += reference.setdefault(key, answers)
-                    taus.append(_measure(answers, answers)["tau"])
-                progress.remove_task(task)
-                row["sets"][name] = _measure(results, wanted) | {"tau_by_seed": taus}
+            for name in sets:
+                members = [i for i, each in enumerate(names) if each == name]
+                mine, theirs = (
+                    [[answer for i in members for answer in pair[which][i]] for pair in results]
+                    for which in (0, 1)
+                )
+                row["sets"][name] = _measure(
+                    [answer for each in mine for answer in each],
+                    [answer for each in theirs for answer in each],
+                ) | {"tau_by_seed": [_measure(each, each)["tau"] for each in mine]}
             means = [each["tau"] for each in row["sets"].values() if each["tau"] is not None]
             row["mean_tau"] = float(np.mean(means)) if means else None
             counts = [each["accept_length_counts"] for each in row["sets"].values()]

@@ -15,11 +15,10 @@ from ddtree_jax import api, text
 from ddtree_jax.commands import prompts as prompt_files
 from ddtree_jax.commands import shell
 from ddtree_jax.commands.prompts import Conversation
-from ddtree_jax.engine import MODES, Engine, Generation, Options
+from ddtree_jax.engine import ATTENTION, MODES, Engine, Generation, Options
 from ddtree_jax.errors import InputError, RunError
 
 BUILT_IN_PROMPT = "What is the water cycle?"
-ATTENTION = "reference"
 
 # Flags of the contract whose feature does not exist yet: parsed, and refused by name.
 _NOT_YET: dict[str, dict[str, Any]] = {
@@ -49,7 +48,7 @@ def _parser() -> shell.Parser:
     models.add_argument("--revision", help="of the target's Hub id")
     models.add_argument("--draft-revision", help="of the drafter's Hub id")
     models.add_argument("--dtype", choices=list(api.DTYPES), default="bfloat16")
-    models.add_argument("--attention", choices=["auto", "mosaic", "reference"], default="auto")
+    models.add_argument("--attention", choices=list(ATTENTION), default="auto")
     models.add_argument(
         "--batch-size", type=int, metavar="N", help="rows decoded together (default: --n)"
     )
@@ -117,8 +116,6 @@ def _parser() -> shell.Parser:
 
 def _refuse_unsupported(args) -> None:
     given = [flag for flag in _NOT_YET if getattr(args, flag[2:].replace("-", "_")) is not None]
-    if args.attention == "mosaic":
-        given.append("--attention mosaic")
     if args.tree_budget == "auto":
         given.append("--tree-budget auto")
     if given:
@@ -172,6 +169,7 @@ class Run:
     turn: int
     generation: Generation
     dtype: str
+    attention: str
 
     @property
     def group(self) -> tuple:
@@ -204,7 +202,7 @@ class Run:
             "time_to_first_token_s": generation.time_to_first_token_s,
             "decode_s": generation.decode_s,
             "tokens_per_s": generation.tokens_per_s,
-            "attention": ATTENTION,
+            "attention": self.attention,
             "device": jax.devices()[0].device_kind,
             "dtype": self.dtype,
         }
@@ -265,7 +263,13 @@ class _Session:
                     if not runs:
                         waiting.stop()
                         began = time.perf_counter()
-                    run = Run(members[event.index], turn, generation, self.args.dtype)
+                    run = Run(
+                        members[event.index],
+                        turn,
+                        generation,
+                        self.args.dtype,
+                        self.engine.attention,
+                    )
                     runs[event.index, event.sample] = run
                     self.runs.append(run)
                     if streaming:
@@ -347,7 +351,7 @@ def _number(value: float | None, digits: int = 2) -> str:
 def _table(session: _Session, *, compare: bool) -> tuple[Table, list[dict[str, Any]]]:
     groups = session.groups()
     device = jax.devices()[0].device_kind
-    table = Table(title=f"{device}, attention: {ATTENTION}", title_justify="left")
+    table = Table(title=f"{device}, attention: {session.engine.attention}", title_justify="left")
     columns = ["mode", "tokens", "rounds", "tau", "tokens/s", "first token, s"]
     for column in [*columns, "speed-up"] if compare else columns:
         table.add_column(column, justify="left" if column == "mode" else "right")
@@ -460,6 +464,7 @@ def command(argv: Sequence[str]) -> int:
             batch_size=args.n if args.batch_size is None else args.batch_size,
             max_length=args.max_length,
             prefill_chunk=args.prefill_chunk,
+            attention=args.attention,
             tokenizer=args.prompt_ids is None,
         )
 

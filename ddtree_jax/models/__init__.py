@@ -8,6 +8,7 @@ from flax import nnx
 from ddtree_jax.config import DrafterConfig, TargetConfig
 from ddtree_jax.models.drafter import Drafter
 from ddtree_jax.models.target import Target
+from kernels_pallas.dispatch import REFERENCE, Kernels
 
 
 def parameter_name(path: Sequence[Any]) -> str:
@@ -24,10 +25,13 @@ class Models(nnx.Module):
         drafter: DrafterConfig | None = None,
         *,
         axis: str | None = None,
+        kernels: Kernels = REFERENCE,
         rngs: nnx.Rngs,
     ):
-        self.target = Target(target, axis=axis, rngs=rngs)
-        self.drafter = None if drafter is None else Drafter(drafter, axis=axis, rngs=rngs)
+        self.target = Target(target, axis=axis, kernels=kernels, rngs=rngs)
+        shared: dict[str, Any] = dict(axis=axis, kernels=kernels, rngs=rngs)
+        self.drafter = None if drafter is None else Drafter(drafter, **shared)
+        self.kernels = kernels
 
 
 __all__ = ["Drafter", "Models", "Target", "parameter_name"]

@@ -11,17 +11,28 @@ from flax import nnx
 from ddtree_jax.cache import Cache, Pending
 from ddtree_jax.config import DrafterConfig
 from ddtree_jax.models.layers import DecoderLayer, RMSNorm, linear, param, rope_tables
+from kernels_pallas.dispatch import REFERENCE, Kernels
 
 
 class Drafter(nnx.Module):
     """A stack of decoder layers over [context features, block]."""
 
-    def __init__(self, config: DrafterConfig, *, axis: str | None = None, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: DrafterConfig,
+        *,
+        axis: str | None = None,
+        kernels: Kernels = REFERENCE,
+        rngs: nnx.Rngs,
+    ):
         d = config.hidden_size
         self.fc_fd = param(rngs, (config.feature_size, d), (None, None))
         self.hidden_norm = RMSNorm(d, config.rms_norm_eps, rngs=rngs)
         self.layers = nnx.List(
-            [DecoderLayer(config, axis=axis, rngs=rngs) for _ in range(config.num_layers)]
+            [
+                DecoderLayer(config, axis=axis, kernels=kernels, rngs=rngs)
+                for _ in range(config.num_layers)
+            ]
         )
         self.norm = RMSNorm(d, config.rms_norm_eps, rngs=rngs)
         self.config = config
@@ -83,13 +94,13 @@ class Drafter(nnx.Module):
         query = positions_bm[:, c:]
         distance = query[:, :, None] - positions_bm[:, None, :]
         x, pending = block_btd, []
+        normed = None if x is None else self.layers[0].input_norm(x)
+        norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         for index, layer in enumerate(self.layers):
-            rows = ctx_bcd
-            if x is not None:
-                rows = jnp.concatenate([ctx_bcd, layer.input_norm(x)], axis=1)
-            q, k, v = layer.attention.project(rows, tables)
-            pending.append((k[:, :c], v[:, :c]))
-            if x is None:
+            rows = ctx_bcd if normed is None else jnp.concatenate([ctx_bcd, normed], axis=1)
+            qkv = layer.attention.project(rows, tables)
+            pending.append(qkv[:, :c])
+            if x is None:  # without a block nothing follows a layer's K/V
                 continue
             mask, lower = visible_btm, jnp.zeros_like(query)
             if config.causal_block[index]:
@@ -98,8 +109,6 @@ class Drafter(nnx.Module):
             if window is not None:
                 mask = mask & (jnp.abs(distance) < window)
                 lower = jnp.maximum(query - window + 1, 0)
-            x = x + layer.attention.attend(
-                q[:, c:], cache.layer(index), k, v, mask, lower, length_b
-            )
-            x = x + layer.mlp(layer.mlp_norm(x))
-        return None if x is None else self.norm(x), Pending.of(pending)
+            parts = layer.attention.attend(qkv, cache.layer(index), mask, lower, length_b)
+            x, normed = layer.finish(x, parts, norms[index])
+        return normed, Pending(tuple(pending))

@@ -14,7 +14,8 @@ from flax import nnx
 from jax import lax
 
 from ddtree_jax.config import DecoderConfig, RopeConfig
-from kernels_pallas.tree_attention import tree_attention
+from kernels_pallas import matmul, rows
+from kernels_pallas.dispatch import Kernels
 
 INIT_SCALE = 0.02
 
@@ -44,22 +45,11 @@ def linear(
       w: weight stored as [in..., out...], or as [out, in] if `transposed`.
       out_dtype: result type (default: that of x). Sums are accumulated in float32 either way.
     """
-    lead = x.shape[: x.ndim - contracted]
-    inner = math.prod(x.shape[x.ndim - contracted :])
+    lead, inner = x.shape[: x.ndim - contracted], math.prod(x.shape[x.ndim - contracted :])
     out = w.shape[:1] if transposed else w.shape[contracted:]
-    rows = x.reshape(-1, inner)
-    count = rows.shape[0]
-    if count == 1 and x.dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
-        # XLA's CPU backend has no fast path for a bf16 product of one row: 8 times slower than two.
-        rows = jnp.concatenate([rows, rows])
-    y = lax.dot_general(
-        rows,
-        w if transposed else w.reshape(inner, -1),
-        (((1,), (1 if transposed else 0,)), ((), ())),
-        precision=precision_of(x.dtype),
-        preferred_element_type=out_dtype or x.dtype,
-    )
-    return y[:count].reshape(*lead, *out)
+    w = w if transposed else w.reshape(inner, -1)
+    y = matmul.reference(x.reshape(-1, inner), w, out_dtype, transposed=transposed)
+    return y.reshape(*lead, *out)
 
 
 def all_sum(x: jax.Array, axis: str | None) -> jax.Array:
@@ -75,9 +65,7 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (wide * scale).astype(x.dtype) * self.weight_d[...]
+        return rows.rms_norm(x, self.weight_d[...], self.eps)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
@@ -112,17 +100,22 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
 def rope_tables(
     rope: RopeConfig, head_dim: int, positions_bn: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """cos and sin, float32 [b, n, head_dim / 2], at absolute positions int32 [b, n]."""
-    angles = positions_bn[..., None].astype(jnp.float32) * inverse_frequencies(rope, head_dim)
+    """cos and sin, float32 [b * n, head_dim / 2], at absolute positions int32 [b, n]."""
+    positions = positions_bn.reshape(-1, 1).astype(jnp.float32)
+    angles = positions * inverse_frequencies(rope, head_dim)
     return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
 
 
-def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotary embedding of x [b, n, ..., h], halves rotated (neox), computed in float32."""
-    cos, sin = (t.reshape(*t.shape[:2], *(1,) * (x.ndim - 3), t.shape[-1]) for t in tables)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = (first * cos - second * sin, second * cos + first * sin)
-    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+def settle(parts_smd: jax.Array, axis: str | None, bias_d: jax.Array | None, dtype) -> jax.Array:
+    """Partial sums [s, m, d] that are left to add up on this shard: all of them, or one [1, m, d].
+
+    The tensor-parallel sum and a bias need the sum itself.
+    """
+    if axis is None and bias_d is None:
+        return parts_smd
+    y_md = parts_smd[0] if parts_smd.shape[0] == 1 else parts_smd.sum(axis=0)
+    y_md = all_sum(y_md.astype(dtype), axis)
+    return (y_md if bias_d is None else y_md + bias_d)[None]
 
 
 class Attention(nnx.Module):
@@ -132,7 +125,9 @@ class Attention(nnx.Module):
     group first, then its k, then its v. The group axis shards.
     """
 
-    def __init__(self, config: DecoderConfig, *, axis: str | None, rngs: nnx.Rngs):
+    def __init__(
+        self, config: DecoderConfig, *, axis: str | None, kernels: Kernels, rngs: nnx.Rngs
+    ):
         d, k, g, h = config.hidden_size, config.num_kv_heads, config.group_size, config.head_dim
         self.wqkv_dkgh = param(rngs, (d, k, g + 2, h), (None, "kv_heads", None, None))
         self.wo_kghd = param(rngs, (k, g, h, d), ("kv_heads", None, None, None))
@@ -143,55 +138,86 @@ class Attention(nnx.Module):
             self.q_norm = RMSNorm(h, config.rms_norm_eps, rngs=rngs)
             self.k_norm = RMSNorm(h, config.rms_norm_eps, rngs=rngs)
         self.bias, self.qk_norm = config.attention_bias, config.qk_norm
-        self.group_size, self.axis = g, axis
+        self.eps = config.rms_norm_eps
+        self.axis, self.kernels = axis, kernels
 
-    def project(self, x_bnd: jax.Array, tables) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Rotated q [b, n, k, g, h], rotated k and v [b, n, k, h]."""
-        qkv = linear(x_bnd, self.wqkv_dkgh[...])
+    def project(self, x_bnd: jax.Array, tables) -> jax.Array:
+        """[b, n, k, g + 2, h]: q and k normed and rotated, and v; `tables` from `rope_tables`."""
+        b, n, d = x_bnd.shape
+        weight = self.wqkv_dkgh[...]
+        parts = self.kernels.matmul(x_bnd.reshape(-1, d), weight.reshape(d, -1))
         if self.bias:
-            qkv = qkv + self.bqkv_kgh[...]
-        q, k, v = jnp.split(qkv, [self.group_size, self.group_size + 1], axis=3)
-        k, v = k[:, :, :, 0], v[:, :, :, 0]
-        if self.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return rotate(q, tables), rotate(k, tables), v
+            parts = settle(parts, None, self.bqkv_kgh[...].reshape(-1), x_bnd.dtype)
+        norms = (self.q_norm.weight_d[...], self.k_norm.weight_d[...]) if self.qk_norm else None
+        qkv = self.kernels.head_rows(parts, tables, norms, self.eps, weight.shape[1:], x_bnd.dtype)
+        return qkv.reshape(b, n, *weight.shape[1:])
 
     def attend(
         self,
-        q: jax.Array,
+        qkv_bmch: jax.Array,
         cache: tuple[jax.Array, jax.Array],
-        k_new: jax.Array,
-        v_new: jax.Array,
         mask_bnm: jax.Array,
         lower_bn: jax.Array,
         length_b: jax.Array,
     ) -> jax.Array:
-        """Attention output projected back to [b, n, d]; arguments as for `tree_attention`."""
-        o = tree_attention(q, *cache, k_new, v_new, mask_bnm, lower_bn, length_b)
-        y = all_sum(linear(o, self.wo_kghd[...], contracted=3), self.axis)
-        return y + self.bo_d[...] if self.bias else y
+        """Partial sums [s, b * n, d] of the attention output projected back.
+
+        Arguments as for `kernels_pallas.tree_attention`.
+        """
+        o = self.kernels.attention(qkv_bmch, *cache, mask_bnm, lower_bn, length_b)
+        weight = self.wo_kghd[...]
+        width = math.prod(weight.shape[:3])
+        parts = self.kernels.matmul(o.reshape(-1, width), weight.reshape(width, -1))
+        return settle(parts, self.axis, self.bo_d[...] if self.bias else None, o.dtype)
 
 
 class MLP(nnx.Module):
     """SwiGLU, gate and up in one projection [d, 2, f]."""
 
-    def __init__(self, config: DecoderConfig, *, axis: str | None, rngs: nnx.Rngs):
+    def __init__(
+        self, config: DecoderConfig, *, axis: str | None, kernels: Kernels, rngs: nnx.Rngs
+    ):
         d, f = config.hidden_size, config.intermediate_size
         self.gate_up_d2f = param(rngs, (d, 2, f), (None, None, "mlp"))
         self.down_fd = param(rngs, (f, d), ("mlp", None))
-        self.axis = axis
+        self.axis, self.kernels = axis, kernels
 
-    def __call__(self, x_bnd: jax.Array) -> jax.Array:
-        gate_up = linear(x_bnd, self.gate_up_d2f[...])
-        hidden = jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]
-        return all_sum(linear(hidden, self.down_fd[...]), self.axis)
+    def __call__(self, x_md: jax.Array) -> jax.Array:
+        """Partial sums [s, m, d]."""
+        gate_up = linear(x_md, self.gate_up_d2f[...])
+        hidden = jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1]
+        return settle(self.kernels.matmul(hidden, self.down_fd[...]), self.axis, None, x_md.dtype)
 
 
 class DecoderLayer(nnx.Module):
-    """Pre-norm attention and MLP. Who attends to what is the caller's business."""
+    """Pre-norm attention and MLP. Who attends to what is the caller's business.
 
-    def __init__(self, config: DecoderConfig, *, axis: str | None, rngs: nnx.Rngs):
+    A norm runs together with the addition before it, so a layer takes its input normed and norms
+    its output for the next one.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, *, axis: str | None, kernels: Kernels, rngs: nnx.Rngs
+    ):
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, rngs=rngs)
-        self.attention = Attention(config, axis=axis, rngs=rngs)
+        self.attention = Attention(config, axis=axis, kernels=kernels, rngs=rngs)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, rngs=rngs)
-        self.mlp = MLP(config, axis=axis, rngs=rngs)
+        self.mlp = MLP(config, axis=axis, kernels=kernels, rngs=rngs)
+        self.kernels = kernels
+
+    def finish(
+        self, x_bnd: jax.Array, attended_smd: jax.Array, next_norm: RMSNorm
+    ) -> tuple[jax.Array, jax.Array]:
+        """The layer's output and `next_norm` of it, both [b, n, d].
+
+        Args:
+          x_bnd: the layer's input.
+          attended_smd: partial sums of what attention adds to it.
+        """
+
+        def add(x_md, parts_smd, norm):
+            return self.kernels.add_norm(x_md, parts_smd, norm.weight_d[...], norm.eps)
+
+        x, normed = add(x_bnd.reshape(-1, x_bnd.shape[-1]), attended_smd, self.mlp_norm)
+        x, normed = add(x, self.mlp(normed), next_norm)
+        return x.reshape(x_bnd.shape), normed.reshape(x_bnd.shape)

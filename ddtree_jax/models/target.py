@@ -15,6 +15,7 @@ from ddtree_jax.models.layers import (
     param,
     rope_tables,
 )
+from kernels_pallas.dispatch import REFERENCE, Kernels
 
 
 class Target(nnx.Module):
@@ -23,13 +24,24 @@ class Target(nnx.Module):
     Args:
       config: the model.
       axis: mesh axis of tensor parallelism, or None on one device.
+      kernels: implementations of the operations that have kernels.
     """
 
-    def __init__(self, config: TargetConfig, *, axis: str | None = None, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: TargetConfig,
+        *,
+        axis: str | None = None,
+        kernels: Kernels = REFERENCE,
+        rngs: nnx.Rngs,
+    ):
         shape = (config.padded_vocab, config.hidden_size)
         self.embed_vd = param(rngs, shape, ("vocab", None))
         self.layers = nnx.List(
-            [DecoderLayer(config, axis=axis, rngs=rngs) for _ in range(config.num_layers)]
+            [
+                DecoderLayer(config, axis=axis, kernels=kernels, rngs=rngs)
+                for _ in range(config.num_layers)
+            ]
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, rngs=rngs)
         if not config.tie_embeddings:
@@ -85,6 +97,8 @@ class Target(nnx.Module):
         positions = length_b[:, None] + depths_bn
         tables = rope_tables(self.config.rope, self.config.head_dim, positions)
         x = self.embed(tokens_bn)
+        normed = self.layers[0].input_norm(x)
+        norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         features, pending = {}, []
         for index, (layer, window) in enumerate(zip(self.layers, self.config.windows, strict=True)):
             with jax.named_scope(f"target_layer_{index}"):
@@ -92,15 +106,15 @@ class Target(nnx.Module):
                 if window is not None:
                     mask = mask & (positions[:, :, None] - positions[:, None, :] < window)
                     lower = jnp.maximum(positions - window + 1, 0)
-                q, k, v = layer.attention.project(layer.input_norm(x), tables)
-                x = x + layer.attention.attend(q, cache.layer(index), k, v, mask, lower, length_b)
-                x = x + layer.mlp(layer.mlp_norm(x))
-            pending.append((k, v))
+                qkv = layer.attention.project(normed, tables)
+                parts = layer.attention.attend(qkv, cache.layer(index), mask, lower, length_b)
+                x, normed = layer.finish(x, parts, norms[index])
+            pending.append(qkv)
             if index in feature_layers:
                 features[index] = x
         taps = [features[index] for index in feature_layers]
         return (
-            self.norm(x),
+            normed,
             jnp.concatenate(taps, axis=-1) if taps else x[..., :0],
-            Pending.of(pending),
+            Pending(tuple(pending)),
         )

@@ -1,0 +1,116 @@
+"""Picks between kernel and reference for every operation; nothing else decides that."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from kernels_pallas import (
+    commit,
+    draft_tree,
+    matmul,
+    rows,
+    tree_attention,
+    tree_attention_mosaic,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """The operations that have kernels. Each method has the signature of its reference.
+
+    mosaic: use the Mosaic GPU kernels (Hopper) for what they support; False is the references only.
+    interpret: `plgpu.InterpretGPUParams` to run the kernels on a CPU, for tests.
+    """
+
+    mosaic: bool = False
+    interpret: Any = None
+
+    def matmul(self, x_mk: jax.Array, w_kn: jax.Array) -> jax.Array:
+        """x @ w as partial sums [parts, m, n], for `add_norm` or `head_rows` to add up."""
+        k, n = w_kn.shape
+        reason = matmul.unsupported_reason(x_mk.shape[0], k, n, x_mk.dtype)
+        if self.mosaic and reason is None and matmul.preferred(x_mk.shape[0], k, n):
+            return matmul.split_matmul(x_mk, w_kn, interpret=self.interpret)
+        return matmul.reference(x_mk, w_kn)[None]
+
+    def add_norm(
+        self, x_md: jax.Array, parts_smd: jax.Array, weight_d: jax.Array, eps: float
+    ) -> tuple[jax.Array, jax.Array]:
+        if self.mosaic and rows.add_norm_unsupported(x_md.shape[1], x_md.dtype) is None:
+            return rows.add_norm(x_md, parts_smd, weight_d, eps, interpret=self.interpret)
+        return rows.add_norm_reference(x_md, parts_smd, weight_d, eps)
+
+    def head_rows(
+        self,
+        parts_smc: jax.Array,
+        tables: tuple[jax.Array, jax.Array],
+        norms: tuple[jax.Array, jax.Array] | None,
+        eps: float,
+        shape: tuple[int, int, int],
+        dtype,
+    ) -> jax.Array:
+        arguments = (parts_smc, tables, norms, eps, shape, dtype)
+        if self.mosaic and rows.head_rows_unsupported(parts_smc, shape[2], dtype) is None:
+            return rows.head_rows(*arguments, interpret=self.interpret)
+        return rows.head_rows_reference(*arguments)
+
+    def attention(
+        self,
+        qkv_bmch: jax.Array,
+        k_bksh: jax.Array,
+        v_bksh: jax.Array,
+        mask_bnm: jax.Array,
+        lower_bn: jax.Array,
+        length_b: jax.Array,
+    ) -> jax.Array:
+        arguments = (qkv_bmch, k_bksh, v_bksh, mask_bnm, lower_bn, length_b)
+        if self.mosaic and tree_attention_mosaic.unsupported_reason(*arguments[:2]) is None:
+            return tree_attention_mosaic.tree_attention(*arguments, interpret=self.interpret)
+        return tree_attention.tree_attention(*arguments)
+
+    def append(
+        self,
+        caches_bksh: Sequence[tuple[jax.Array, jax.Array]],
+        rows_bmch: Sequence[jax.Array],
+        path_bp: jax.Array | None,
+        length_b: jax.Array,
+        count_b: jax.Array,
+    ) -> list[tuple[jax.Array, jax.Array]]:
+        arguments = (caches_bksh, rows_bmch, path_bp, length_b, count_b)
+        k = caches_bksh[0][0]
+        if self.mosaic and commit.unsupported_reason(k.shape[-1], k.dtype) is None:
+            return commit.append(*arguments, interpret=self.interpret)
+        return commit.reference(*arguments)
+
+    def grow(
+        self, scores_blr: jax.Array, budget: int, *, chain_seed: bool = False
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+        if self.mosaic:
+            return draft_tree.grow(
+                scores_blr, budget, chain_seed=chain_seed, interpret=self.interpret
+            )
+        return draft_tree.reference(scores_blr, budget, chain_seed=chain_seed)
+
+
+REFERENCE = Kernels()
+
+
+def attention_unsupported(head_dim: int, group_size: int, dtype) -> str | None:
+    """Why a model's attention cannot use the Mosaic kernel, or None."""
+    qkv = jax.ShapeDtypeStruct((1, 1, 1, group_size + 2, head_dim), dtype)
+    return tree_attention_mosaic.unsupported_reason(
+        qkv, jax.ShapeDtypeStruct((1, 1, 128, head_dim), dtype)
+    )
+
+
+def unavailable_reason() -> str | None:
+    """Why the Mosaic kernels cannot run on this machine's first device, or None."""
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        return f"the device is a {device.platform}; the kernels need an NVIDIA Hopper GPU"
+    capability = getattr(device, "compute_capability", "unknown")
+    if capability != "9.0":
+        return f"the GPU has compute capability {capability}; the kernels need 9.0 (Hopper)"
+    return None

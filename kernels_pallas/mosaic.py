@@ -1,0 +1,38 @@
+"""What the Mosaic GPU kernels share.
+
+Hopper's wgmma multiplies 64 rows at a time. Tensor copies (TMA) move boxes of rows and columns;
+what lies outside an array reads as zero and is not written, so that arrays need no padding to 64
+rows. Only copies of boxes in swizzled tiles of 8 rows need 8 rows, or fewer, or a multiple.
+
+Kernels are functions under `jax.jit`, so that a program of many layers traces and lowers each once.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+ROWS = 64  # the m of wgmma
+MULTIPROCESSORS = 132  # of an H200
+SHARED_BYTES = 225 * 1024  # for buffers, of the 227 KiB a block may have
+WGMMA = plgpu.Layout.WGMMA
+ROW_VECTOR = plgpu.Layout.WGMMA.reduce(1)  # one value per row of a [64, n] array
+COLUMN_VECTOR = plgpu.Layout.WGMMA.reduce(0)
+
+
+def tiles(columns: int, dtype) -> tuple[Any, ...]:
+    """Shared-memory layout of [rows, columns] for TMA and wgmma."""
+    width = jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(columns * width * 8)
+    return (plgpu.TilingTransform((8, swizzle // width)), plgpu.SwizzleTransform(swizzle))
+
+
+def pad_rows(x: jax.Array, axis: int = 0) -> jax.Array:
+    """`x` with as many rows as a tensor copy takes: up to 8, or a multiple of 8."""
+    rows = x.shape[axis]
+    if rows <= 8 or rows % 8 == 0:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, -rows % 8)
+    return jnp.pad(x, widths)

@@ -1,0 +1,322 @@
+"""The Mosaic kernels: the CPU interpreter with its race detector, and lowering for Hopper.
+
+What a GPU makes of them is not seen here; `scripts/bench.py` measures that.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
+
+from ddtree_jax import rounds
+from ddtree_jax.models import Models
+from ddtree_jax.sampling import GREEDY
+from ddtree_jax.shapes import SHAPES
+from kernels_pallas import commit, draft_tree, matmul, rows, tree_attention, tree_attention_mosaic
+from kernels_pallas.dispatch import REFERENCE, Kernels
+
+
+@pytest.fixture(autouse=True)
+def clean_interpreter():
+    yield
+    interpret_pallas_call.reset_gpu_interpret_mode_state()
+
+
+def normal(seed, *shape, dtype=jnp.bfloat16):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def interpreted(kernel, *arguments, **options):
+    """The result under the interpreter, in which no race may be seen."""
+    params = plgpu.InterpretGPUParams(detect_races=True)
+    result = jax.jit(functools.partial(kernel, interpret=params, **options))(*arguments)
+    jax.block_until_ready(result)
+    assert not interpret_pallas_call.get_races().races_found
+    return result
+
+
+def lowered(kernel, *arguments) -> int:
+    """The number of Mosaic kernels in a program lowered for an H200 from this host."""
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Explicit,), abstract_device=device)
+    where = NamedSharding(mesh, jax.P())
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), arguments
+    )
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = jax.jit(kernel).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    return text.count("mosaic_gpu_v2")
+
+
+def close(got, wanted, atol):
+    np.testing.assert_allclose(
+        np.asarray(got, np.float32), np.asarray(wanted, np.float32), atol=atol
+    )
+
+
+# Attention.
+
+
+def attention_case(b, n, m, k, g, h, s, *, lengths, window=0):
+    """Random arguments; every query sees at least itself among the rows beside the cache."""
+    generator = np.random.default_rng(0)
+    mask = generator.random((b, n, m)) < 0.4
+    mask[:, np.arange(n), np.arange(n) + m - n] = True
+    lengths = np.asarray(lengths, np.int32)
+    lower = generator.integers(0, window + 1, (b, n)).clip(0, lengths[:, None])
+    caches = normal(1, b, k, s, h), normal(2, b, k, s, h)
+    arguments = (normal(3, b, m, k, g + 2, h), *caches, mask, lower.astype(np.int32), lengths)
+    return tuple(map(jnp.asarray, arguments))
+
+
+@pytest.mark.parametrize(
+    ("shape", "lengths", "window"),
+    [
+        # A cache that is empty, one short of a tile, a whole tile, one past it, and full; so many
+        # tiles that the ring of stages comes round.
+        ((5, 7, 7, 1, 2, 64, 512), [0, 63, 64, 65, 512], 0),
+        # Two warpgroups, windows, a group that is no power of two, more keys than queries, and
+        # numbers of rows that tensor copies do not take.
+        ((1, 20, 41, 1, 3, 128, 192), [150], 100),
+        # The largest head, whose output takes two accumulators.
+        ((1, 3, 3, 1, 1, 256, 64), [40], 0),
+    ],
+)
+def test_attention_equals_the_reference(shape, lengths, window):
+    arguments = attention_case(*shape, lengths=lengths, window=window)
+    got = interpreted(tree_attention_mosaic.tree_attention, *arguments, splits=2)
+    wanted = tree_attention.tree_attention(*arguments)
+    close(got, wanted, 2e-2)
+    assert np.abs(np.asarray(got - wanted, np.float32)).mean() < 1e-3
+
+
+def test_a_huge_sibling_does_not_leak():
+    qkv, k, v, mask, lower, length = attention_case(1, 8, 8, 1, 2, 64, 64, lengths=[30])
+    mask = jnp.eye(8, dtype=bool)[None]
+    run = functools.partial(
+        tree_attention_mosaic.tree_attention, splits=1, interpret=plgpu.InterpretGPUParams()
+    )
+    clean = run(qkv, k, v, mask, lower, length)
+    loud = qkv.at[:, 3, :, -1].set(1e30)
+    others = np.arange(8) != 3
+    got = run(loud, k, v, mask, lower, length)
+    np.testing.assert_array_equal(np.asarray(clean)[:, others], np.asarray(got)[:, others])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "heads", "h", "slots"),
+    [(1, 4, 128, 1024), (16, 3, 64, 1024), (64, 6, 256, 1024), (512, 4, 128, 8192)],
+)
+def test_attention_lowers_for_hopper(nodes, heads, h, slots):
+    case = attention_case(1, nodes, nodes, 8, heads, h, slots, lengths=[100])
+    assert lowered(tree_attention_mosaic.tree_attention, *case) == 2  # the second combines
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": jnp.float32}, "float32"),
+        ({"h": 96}, "head size 96"),
+        ({"g": 9}, "9 query heads"),
+        ({"s": 100}, "100 cache"),
+    ],
+)
+def test_unsupported_attention_says_why(changes, reason):
+    def problem(h=64, g=2, s=128, dtype=jnp.bfloat16):
+        qkv = jax.ShapeDtypeStruct((1, 4, 2, g + 2, h), dtype)
+        return tree_attention_mosaic.unsupported_reason(
+            qkv, jax.ShapeDtypeStruct((1, 2, s, h), dtype)
+        )
+
+    assert reason in problem(**changes)
+    assert problem() is None
+
+
+# Products.
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "n", "parts"), [(1, 256, 128, 2), (20, 1088, 192, 1), (72, 192, 256, 2)]
+)
+def test_split_matmul_equals_the_reference(m, k, n, parts):
+    x, w = normal(0, m, k), normal(1, k, n)
+    got = interpreted(matmul.split_matmul, x, w, parts=parts)
+    assert got.shape == (parts, m, n)
+    close(got.sum(axis=0), np.asarray(x, np.float32) @ np.asarray(w, np.float32), 1e-3)
+
+
+@pytest.mark.parametrize("m", [1, 16, 33, 64, 128])
+def test_products_lower_for_hopper(m):
+    assert lowered(matmul.split_matmul, normal(0, m, 512), normal(0, 512, 6144)) == 1
+
+
+@pytest.mark.parametrize(
+    ("k", "n"), [(4096, 6144), (4096, 4096), (12288, 4096), (576, 960), (64, 64), (5120, 34816)]
+)
+def test_a_schedule_covers_the_weight_and_fills_the_gpu(k, n):
+    tile, parts = matmul.schedule(k, n)
+    assert n % tile == 0
+    assert k // matmul.DEPTH >= parts
+    assert n // tile * parts >= 96 or k * n < 4096 * 4096
+
+
+def test_unsupported_products_say_why():
+    assert "129 rows" in matmul.unsupported_reason(129, 64, 64, jnp.bfloat16)
+    assert "float32" in matmul.unsupported_reason(1, 64, 64, jnp.float32)
+    assert "96 x 64" in matmul.unsupported_reason(1, 96, 64, jnp.bfloat16)
+    assert matmul.unsupported_reason(128, 64, 64, jnp.bfloat16) is None
+
+
+# Rows.
+
+
+@pytest.mark.parametrize(("m", "s"), [(1, 4), (20, 1)])
+def test_add_norm_equals_the_reference(m, s):
+    dtype = jnp.float32 if s > 1 else jnp.bfloat16
+    arguments = normal(0, m, 256), normal(1, s, m, 256, dtype=dtype), normal(2, 256)
+    got = interpreted(functools.partial(rows.add_norm, eps=1e-6), *arguments)
+    for mine, wanted in zip(got, rows.add_norm_reference(*arguments, 1e-6), strict=True):
+        close(mine, wanted, 2e-2)
+    assert lowered(functools.partial(rows.add_norm, eps=1e-6), *arguments) == 1
+
+
+@pytest.mark.parametrize(
+    ("m", "s", "h", "normed"), [(1, 4, 128, True), (20, 1, 64, False), (70, 2, 128, True)]
+)
+def test_head_rows_equal_the_reference(m, s, h, normed):
+    shape = (2, 4, h)
+    dtype = jnp.float32 if s > 1 else jnp.bfloat16
+    angles = normal(1, m, h // 2, dtype=jnp.float32)
+    norms = (normal(2, h), normal(3, h)) if normed else None
+    arguments = normal(0, s, m, 8 * h, dtype=dtype), (jnp.cos(angles), jnp.sin(angles)), norms
+    kernel = functools.partial(rows.head_rows, eps=1e-6, shape=shape)
+    wanted = rows.head_rows_reference(*arguments, 1e-6, shape, jnp.bfloat16)
+    close(interpreted(kernel, *arguments), wanted, 4e-2)
+    assert lowered(kernel, *arguments) == 1
+
+
+def test_partial_sums_that_do_not_fit_are_left_to_the_reference():
+    parts = jax.ShapeDtypeStruct((4, 8, 1024), jnp.float32)
+    assert "do not fit" in rows.head_rows_unsupported(parts, 256, jnp.bfloat16)
+    assert rows.head_rows_unsupported(parts, 128, jnp.bfloat16) is None
+
+
+# Commit.
+
+
+@pytest.mark.parametrize("h", [64, 128])
+@pytest.mark.parametrize("with_path", [True, False])
+def test_append_equals_the_reference(h, with_path):
+    layers, b, k, slots = 3, 2, 2, 32
+    caches = [(normal(i, b, k, slots, h), normal(9 + i, b, k, slots, h)) for i in range(layers)]
+    pending = [normal(20 + i, b, 6, k, 3, h) for i in range(layers)]
+    path = jnp.array([[0, 2, 3, 0, 0], [0, 1, 5, 4, 0]]) if with_path else None
+    # The second row reaches past the end of its cache.
+    length, count = jnp.array([7, 29]), jnp.array([3, 5])
+    got = interpreted(commit.append, caches, pending, path, length, count)
+    wanted = commit.reference(caches, pending, path, length, count)
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+    assert lowered(commit.append, caches, pending, path, length, count) == 1
+
+
+# Trees.
+
+
+@pytest.mark.parametrize(
+    ("shape", "budget", "chain_seed"),
+    [
+        ((2, 4, 7), 7, False),
+        ((1, 3, 2), 20, False),
+        ((1, 5, 15), 15, True),
+        ((1, 4, 31), 31, False),
+    ],
+)
+def test_the_grown_tree_equals_the_reference(shape, budget, chain_seed):
+    scores = np.random.default_rng(0).integers(-6, 1, shape) * 1000  # ties everywhere
+    scores = jnp.asarray(-np.sort(-scores, axis=-1), jnp.int32)
+    got = interpreted(draft_tree.grow, scores, budget=budget, chain_seed=chain_seed)
+    wanted = draft_tree.reference(scores, budget, chain_seed=chain_seed)
+    live = np.asarray(wanted[3])
+    for mine, reference in zip(got[:3], wanted[:3], strict=True):
+        np.testing.assert_array_equal(np.asarray(mine)[live], np.asarray(reference)[live])
+    for mine, reference in zip(got[3:], wanted[3:], strict=True):
+        np.testing.assert_array_equal(mine, reference)
+
+
+@pytest.mark.parametrize("budget", [1, 63, 511])
+def test_growing_lowers_for_hopper(budget):
+    scores = jnp.zeros((1, 15, budget), jnp.int32)
+    assert lowered(functools.partial(draft_tree.grow, budget=budget), scores) == 1
+
+
+def test_float32_never_reaches_a_kernel():
+    """Every kernel rounds to bfloat16; Kernels must leave float32 to the references."""
+    kernels = Kernels(mosaic=True)  # not interpreted: a kernel would fail on this host
+    x, w = normal(0, 20, 128, dtype=jnp.float32), normal(1, 128, 128, dtype=jnp.float32)
+    close(kernels.matmul(x, w)[0], np.asarray(x) @ np.asarray(w), 1e-4)
+    kernels.add_norm(x, x[None], x[0], 1e-6)
+    tables = (jnp.ones((20, 32)), jnp.zeros((20, 32)))
+    qkv = kernels.head_rows(x[None, :, :], tables, None, 1e-6, (1, 2, 64), jnp.float32)
+    assert qkv.dtype == jnp.float32
+
+
+# Rounds.
+
+
+def small_pair():
+    """A target and a drafter whose shapes every kernel takes."""
+    target, drafter = SHAPES["tiny"]
+    shared = dict(hidden_size=128, num_heads=2, num_kv_heads=1, head_dim=64, intermediate_size=128)
+    return dataclasses.replace(target, **shared), dataclasses.replace(drafter, **shared)
+
+
+def test_a_round_with_kernels_equals_one_without():
+    target, drafter = small_pair()
+    generator = np.random.default_rng(0)
+    outcomes = []
+    values = None
+    for kernels in (REFERENCE, Kernels(mosaic=True, interpret=plgpu.InterpretGPUParams())):
+        abstract = nnx.eval_shape(
+            lambda kernels=kernels: Models(target, drafter, kernels=kernels, rngs=nnx.Rngs(0))
+        )
+        graphdef, state = nnx.split(abstract)
+        leaves, treedef = jax.tree.flatten(state)
+        if values is None:
+            # Large weights, so that no choice is a near-tie that rounding could turn.
+            values = [
+                jnp.asarray(0.3 * generator.standard_normal(leaf.shape), jnp.bfloat16)
+                for leaf in leaves
+            ]
+        models = nnx.merge(graphdef, jax.tree.unflatten(treedef, values))
+        decode = rounds.empty_state(models, 2, 64, 8, jnp.bfloat16, drafting=True)
+        request = dataclasses.replace(decode.request, limit=jnp.array([50, 50], jnp.int32))
+        decode = dataclasses.replace(decode, done=jnp.zeros(2, bool), request=request)
+        prompt = jnp.broadcast_to(jnp.arange(8), (2, 8))
+        prefill = functools.partial(rounds.prefill_chunk, models, sampler=GREEDY)
+        count = jnp.array([8, 5], jnp.int32)
+        decode, _ = jax.jit(prefill)(decode, prompt, count, jnp.ones(2, bool))
+        step = functools.partial(rounds.tree_round, models, budget=18, sampler=GREEDY)
+        emitted = []
+        for _ in range(2):
+            decode, out = jax.jit(step)(decode)
+            emitted.append((out.tokens, out.count, decode.length))
+        outcomes.append((jax.device_get(emitted), jax.device_get(decode)))
+    (plain, state), (kernel, kernel_state) = outcomes
+    for (tokens, count, length), (tokens_too, count_too, length_too) in zip(
+        plain, kernel, strict=True
+    ):
+        np.testing.assert_array_equal(count, count_too)
+        np.testing.assert_array_equal(length, length_too)
+        for row, taken in enumerate(count):
+            np.testing.assert_array_equal(tokens[row, :taken], tokens_too[row, :taken])
+    length = int(state.length.min())
+    for mine, wanted in zip(kernel_state.cache.k, state.cache.k, strict=True):
+        got, expected = (np.asarray(x[:, :, :length], np.float32) for x in (mine, wanted))
+        assert np.linalg.norm(got - expected) < 0.05 * np.linalg.norm(expected)
