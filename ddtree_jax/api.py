@@ -153,18 +153,26 @@ def encode(engine: Engine, prompt: Prompt, *, raw: bool = False, **template) -> 
     return text.encode_chat(engine.tokenizer, prompt, **template)
 
 
+def _single(options: dict) -> Options:
+    chosen = Options(**options)
+    if chosen.n > 1:
+        raise InputError(f"n is {chosen.n}; expected 1 here: use engine.generate for several")
+    return chosen
+
+
 def generate(engine: Engine, prompt: Prompt, *, raw: bool = False, **options) -> Generation:
     """The whole answer to one prompt. Keyword options are those of `Options`."""
-    return engine.generate([encode(engine, prompt, raw=raw)], Options(**options))[0]
+    return engine.generate([encode(engine, prompt, raw=raw)], _single(options))[0]
 
 
 def stream(engine: Engine, prompt: Prompt, *, raw: bool = False, **options) -> Iterator[str]:
     """The answer's text, piece by piece as rounds complete."""
     if engine.tokenizer is None:
         raise InputError("the engine has no tokenizer: text cannot be streamed; use generate")
-    decoder = text.StreamDecoder(engine.tokenizer)
+    chosen = _single(options)
+    decoder = text.StreamDecoder(engine.tokenizer, chosen.stop, chosen.min_new_tokens)
     ids = encode(engine, prompt, raw=raw)
-    for event, _ in engine.run([ids], Options(**options)):
+    for event, _ in engine.run([ids], chosen):
         piece = decoder.push(event.tokens, final=event.done)
         if piece:
             yield piece

@@ -3,8 +3,9 @@
 import collections
 import dataclasses
 import functools
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -14,16 +15,18 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from ddtree_jax import rounds, sharding
+from ddtree_jax import rounds, sharding, text
 from ddtree_jax.config import MAX_STOP_IDS, DrafterConfig, TargetConfig
 from ddtree_jax.errors import InputError
 from ddtree_jax.models import Models, parameter_name, parameter_shapes
 from ddtree_jax.rounds import DecodeState, Emitted
+from ddtree_jax.sampling import GREEDY, Request, Sampler
 from kernels_pallas.dispatch import REFERENCE, Kernels, attention_unsupported, unavailable_reason
 
 MODES = ("ddtree", "dflash", "ar")
 ATTENTION = ("auto", "mosaic", "reference")
 STOP_SLOTS = MAX_STOP_IDS  # static, so that requests share programs
+BIAS_SLOTS = 64
 
 
 def default_budget() -> int:
@@ -41,7 +44,13 @@ class Options:
 
     mode: "ddtree", "dflash" or "ar". tree_budget: nodes beside the root, None for the device's
     default. temperature: 0 is greedy. stop_ids: None for the model's own. chain_seed: the tree
-    always holds the drafter's best chain.
+    always holds the drafter's best chain. draft_noise: at T > 0 the drafter's candidates are ranked
+    with the noise that the target will be sampled with. n: samples of each prompt.
+
+    top_k (0 keeps all), top_p (1), min_p (0): see filters.py. logit_bias (by token id),
+    repetition_penalty (1 is none), presence_penalty, frequency_penalty, min_new_tokens: see
+    penalties.py. stop: strings at which the text ends; they are not part of it. Neither a stop id
+    nor a stop string ends a text before min_new_tokens. log_probs: of the emitted tokens, too.
     """
 
     mode: str = "ddtree"
@@ -51,6 +60,18 @@ class Options:
     seed: int = 0
     stop_ids: tuple[int, ...] | None = None
     chain_seed: bool = False
+    draft_noise: bool = True
+    n: int = 1
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_new_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    log_probs: bool = False
 
     def __post_init__(self):
         if self.mode not in MODES:
@@ -64,6 +85,55 @@ class Options:
             raise InputError(f"temperature is {self.temperature}; expected 0 or more")
         if not 0 <= self.seed < 2**32:
             raise InputError(f"seed is {self.seed}; expected 0 to 2^32 - 1")
+        if not isinstance(self.n, int) or self.n < 1:
+            raise InputError(f"n is {self.n}; expected at least 1")
+        if not (isinstance(self.top_k, int) and 0 <= self.top_k < 2**31):
+            raise InputError(f"top_k is {self.top_k}; expected 1 or more, or 0 for all")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top_p is {self.top_p}; expected more than 0 and at most 1")
+        if not 0 <= self.min_p <= 1:
+            raise InputError(f"min_p is {self.min_p}; expected 0 to 1")
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise InputError(
+                f"repetition_penalty is {self.repetition_penalty}; expected more than 0"
+            )
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not math.isfinite(getattr(self, name)):
+                raise InputError(f"{name} is {getattr(self, name)}; expected a number")
+        if not isinstance(self.min_new_tokens, int) or (
+            not 0 <= self.min_new_tokens <= self.max_new_tokens
+        ):
+            raise InputError(
+                f"min_new_tokens is {self.min_new_tokens}; expected 0 to max_new_tokens, "
+                f"{self.max_new_tokens}"
+            )
+        if len(self.logit_bias) > BIAS_SLOTS:
+            raise InputError(
+                f"logit_bias has {len(self.logit_bias)} tokens; expected up to {BIAS_SLOTS}"
+            )
+        for token, bias in self.logit_bias.items():
+            if not math.isfinite(bias):
+                raise InputError(f"logit_bias of token {token} is {bias}; expected a number")
+        if isinstance(self.stop, str) or not all(self.stop):
+            raise InputError(f"stop is {self.stop!r}; expected strings that are not empty")
+
+
+def sampler_of(options: Sequence[Options]) -> Sampler:
+    """What a program has to compute for these requests."""
+    hot = [each for each in options if each.temperature > 0]
+    return Sampler(
+        noise=bool(hot),
+        top_k=any(each.top_k > 0 for each in hot),
+        top_p=any(each.top_p < 1 for each in hot),
+        min_p=any(each.min_p > 0 for each in hot),
+        bias=any(each.logit_bias for each in options),
+        penalties=any(
+            (each.repetition_penalty, each.presence_penalty, each.frequency_penalty) != (1, 0, 0)
+            for each in options
+        ),
+        min_new_tokens=any(each.min_new_tokens > 0 for each in options),
+        log_probs=any(each.log_probs for each in options),
+    )
 
 
 @dataclasses.dataclass
@@ -73,7 +143,9 @@ class Generation:
     output_ids: a final stop id included. accept_lengths: tokens committed by each round, the bonus
     token included, cut at the stop; the token that prefill chooses belongs to no round, so
     len(output_ids) == 1 + sum(accept_lengths). Times are seconds of the host clock; decode_s counts
-    from the first token to the last.
+    from the first token to the last. text: ends before a stop string, where output_ids end with the
+    token that completes it. log_probs: of each output token in the target's own distribution,
+    before bias, penalties, temperature and filters; None unless asked for.
     """
 
     prompt_ids: list[int]
@@ -85,6 +157,8 @@ class Generation:
     time_to_first_token_s: float = 0.0
     decode_s: float = 0.0
     text: str | None = None
+    sample_index: int = 0
+    log_probs: list[float] | None = None
 
     @property
     def rounds(self) -> int:
@@ -103,9 +177,13 @@ class Generation:
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """Tokens that became known: of prefill (`from_prefill`) or of one round."""
+    """Tokens that became known: of prefill (`from_prefill`) or of one round.
+
+    They are those of one sample of the prompt number `index`.
+    """
 
     index: int
+    sample: int
     tokens: list[int]
     done: bool
     from_prefill: bool
@@ -237,7 +315,9 @@ class Engine:
     def _merge(self, leaves: list[jax.Array]) -> Models:
         return nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, leaves))
 
-    def _state_shape(self, batch: int, slots: int, drafting: bool) -> DecodeState:
+    def _state_shape(
+        self, batch: int, slots: int, drafting: bool, *, penalised: bool = False, samples: int = 1
+    ) -> DecodeState:
         empty = functools.partial(
             rounds.empty_state,
             self._abstract,
@@ -246,6 +326,9 @@ class Engine:
             STOP_SLOTS,
             self.dtype,
             drafting=drafting,
+            biases=BIAS_SLOTS,
+            penalised=penalised,
+            samples=samples,
         )
         return jax.eval_shape(empty)
 
@@ -279,67 +362,76 @@ class Engine:
         return self._programs[key]
 
     def _prompt_program(
-        self, key: tuple, function: Callable, slots: int, drafting: bool, *extra
+        self, key: tuple, function: Callable, slots: int, drafting: bool, *extra, **layout
     ) -> Future:
-        """A program over one chunk of tokens of a group of rows."""
+        """A program over one chunk of tokens of a group of rows; `layout` as of `_state_shape`."""
         rows = self.prefill_rows
         tokens = jax.ShapeDtypeStruct((rows, self.prefill_chunk), jnp.int32)
         count = jax.ShapeDtypeStruct((rows,), jnp.int32)
-        shape = self._state_shape(rows, slots, drafting)
+        shape = self._state_shape(rows, slots, drafting, **layout)
         return self._program(
             (*key, slots, drafting), lambda: self._compile(function, shape, tokens, count, *extra)
         )
 
-    def _prefill_program(self, slots: int, drafting: bool, sampled: bool) -> Future:
-        function = functools.partial(rounds.prefill_chunk, sampled=sampled)
+    def _prefill_program(
+        self, slots: int, drafting: bool, sampler: Sampler, samples: int = 1
+    ) -> Future:
+        function = functools.partial(rounds.prefill_chunk, sampler=sampler)
         last = jax.ShapeDtypeStruct((self.prefill_rows,), jnp.bool_)
-        return self._prompt_program(("prefill", sampled), function, slots, drafting, last)
+        layout = dict(penalised=sampler.penalties, samples=samples)
+        key = ("prefill", sampler, samples)
+        return self._prompt_program(key, function, slots, drafting, last, **layout)
 
-    def _round_program(self, options: Options, slots: int, sampled: bool) -> Future:
+    def _round_program(self, options: Options, slots: int, sampler: Sampler) -> Future:
         drafting = options.mode != "ar"
+        noisy = options.draft_noise and sampler.noise
         if options.mode == "ar":
-            function = functools.partial(rounds.ar_round, sampled=sampled)
+            function = functools.partial(rounds.ar_round, sampler=sampler)
         elif options.mode == "dflash":
-            function = functools.partial(rounds.chain_round, sampled=sampled)
+            function = functools.partial(rounds.chain_round, sampler=sampler, draft_noise=noisy)
         else:
             function = functools.partial(
                 rounds.tree_round,
                 budget=options.tree_budget or default_budget(),
-                sampled=sampled,
+                sampler=sampler,
                 chain_seed=options.chain_seed,
+                draft_noise=noisy,
                 # Ties may fall either way (the text cannot change); only a CPU sorts cheaply.
                 stable_top_k=jax.default_backend() == "cpu",
             )
         key = (function.func.__name__, tuple(sorted(function.keywords.items())), slots)
-        return self._program(
-            key,
-            lambda: self._compile(function, self._state_shape(self.batch_size, slots, drafting)),
-        )
+        layout = dict(penalised=sampler.penalties)
+        shape = self._state_shape(self.batch_size, slots, drafting, **layout)
+        return self._program(key, lambda: self._compile(function, shape))
 
-    def _insert_program(self, slots: int, drafting: bool) -> Future:
+    def _insert_program(self, slots: int, drafting: bool, penalised: bool, samples: int) -> Future:
         def build():
-            state = self._state_shape(self.batch_size, slots, drafting)
-            rows = self._state_shape(self.prefill_rows, slots, drafting)
+            state, rows = (
+                self._state_shape(batch, slots, drafting, penalised=penalised, samples=each)
+                for batch, each in ((self.batch_size, 1), (self.prefill_rows, samples))
+            )
             specs, everywhere = sharding.state_specs(state), sharding.P()
-            mapped = sharding.over_mesh(rounds.insert, self.mesh, (specs, specs, everywhere), specs)
+            mapped = sharding.over_mesh(
+                rounds.insert, self.mesh, (specs, specs, everywhere, everywhere), specs
+            )
             where = self._placed(jax.ShapeDtypeStruct((self.prefill_rows,), jnp.int32), everywhere)
             state, rows = (jax.tree.map(self._placed, part, specs) for part in (state, rows))
-            return jax.jit(mapped, donate_argnums=0).lower(state, rows, where).compile()
+            return jax.jit(mapped, donate_argnums=0).lower(state, rows, where, where).compile()
 
-        return self._program(("insert", slots, drafting), build)
+        return self._program(("insert", slots, drafting, penalised, samples), build)
 
-    def _programs_of(self, options: Options, slots: int, sampled: bool) -> list[Future]:
+    def _programs_of(self, options: Options, slots: int, sampler: Sampler) -> list[Future]:
         """What a request needs: prefill, insertion into a batch, and last the round."""
         drafting = options.mode != "ar"
-        programs = [self._prefill_program(slots, drafting, sampled)]
+        programs = [self._prefill_program(slots, drafting, sampler, options.n)]
         if self.batch_size > 1:
-            programs.append(self._insert_program(slots, drafting))
-        return [*programs, self._round_program(options, slots, sampled)]
+            programs.append(self._insert_program(slots, drafting, sampler.penalties, options.n))
+        return [*programs, self._round_program(options, slots, sampler)]
 
     def prepare(self, options: Options, prompt_tokens: int) -> None:
         """Starts compiling what a request of this size needs, without waiting for the weights."""
         slots = self._slots(prompt_tokens, options)
-        self._programs_of(options, slots, options.temperature > 0)
+        self._programs_of(options, slots, sampler_of([options]))
 
     def round_at(
         self, options: Options, length: int, slots: int
@@ -349,26 +441,25 @@ class Engine:
         Every row has `length` committed tokens and neither stop nor limit, so that
         `state, emitted = program(parameters, state)` can be repeated while slots remain.
         """
-        program = self._round_program(options, slots, options.temperature > 0).result()
-        state = self._fresh(self.batch_size, slots, options.mode != "ar")
+        sampler = sampler_of([options])
+        program = self._round_program(options, slots, sampler).result()
+        state = self._fresh(
+            self.batch_size, slots, options.mode != "ar", penalised=sampler.penalties
+        )
         keys = iter(jax.random.split(jax.random.key(0), 4096))
 
         def noise(cache):
             return jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape, x.dtype), cache)
 
-        request = dataclasses.replace(
-            state.request,
-            limit=jnp.full_like(state.request.limit, 2**30),
-            stop_ids=jnp.full_like(state.request.stop_ids, -1),
-            temperature=jnp.full_like(state.request.temperature, options.temperature),
-        )
+        endless = dataclasses.replace(options, stop_ids=())
+        requests = [(endless, 2**30, sample) for sample in range(self.batch_size)]
         state = dataclasses.replace(
             state,
             cache=noise(state.cache),
             draft_cache=noise(state.draft_cache),
             length=jnp.full_like(state.length, length),
             done=jnp.zeros_like(state.done),
-            request=request,
+            request=self._request(requests, self.batch_size),
         )
         return program, self._leaves.result(), state
 
@@ -384,8 +475,9 @@ class Engine:
         names: Sequence[str] | None = None,
     ) -> None:
         """Raises InputError for what cannot be decoded; `names` are what messages call prompts."""
-        if len({(each.mode, each.tree_budget, each.chain_seed) for each in options}) > 1:
-            raise InputError("requests of one batch differ in mode, tree budget or chain seed")
+        for field in ("mode", "tree_budget", "chain_seed", "draft_noise", "n"):
+            if len({getattr(each, field) for each in options}) > 1:
+                raise InputError(f"requests of one batch differ in {field}; expected one value")
         names = names or [f"prompt {index}" for index in range(len(prompts))]
         for name, prompt, each in zip(names, prompts, options, strict=True):
             if each.mode != "ar" and self.drafter is None:
@@ -399,6 +491,18 @@ class Engine:
                 )
             if not 0 <= min(prompt) <= max(prompt) < self.target.vocab_size:
                 raise InputError(f"{name} holds a token id outside 0..{self.target.vocab_size - 1}")
+            if each.n > self.batch_size:
+                raise InputError(
+                    f"n is {each.n}; expected at most the batch size, {self.batch_size}"
+                )
+            for token in each.logit_bias:
+                if not (isinstance(token, int) and 0 <= token < self.target.vocab_size):
+                    raise InputError(
+                        f"logit_bias names token {token}; expected 0 to "
+                        f"{self.target.vocab_size - 1}"
+                    )
+            if each.stop and self.tokenizer is None:
+                raise InputError("stop strings need a tokenizer; use stop_ids")
             if len(self.stop_ids(each)) > STOP_SLOTS:
                 raise InputError(
                     f"{len(self.stop_ids(each))} stop ids; expected up to {STOP_SLOTS}"
@@ -407,8 +511,9 @@ class Engine:
     def stop_ids(self, options: Options) -> tuple[int, ...]:
         return self.target.stop_ids if options.stop_ids is None else options.stop_ids
 
-    def _fresh(self, batch: int, slots: int, drafting: bool) -> DecodeState:
-        shape = self._state_shape(batch, slots, drafting)
+    def _fresh(self, batch: int, slots: int, drafting: bool, **layout) -> DecodeState:
+        """A state of idle rows, zeros on the device; `layout` as of `_state_shape`."""
+        shape = self._state_shape(batch, slots, drafting, **layout)
         specs = sharding.state_specs(shape)
         state = jax.tree.map(
             lambda leaf, spec: jnp.zeros(
@@ -434,42 +539,55 @@ class Engine:
                 last[row] = bool(part) and start + len(part) == len(prompt)
             yield tokens, count, last
 
+    def _request(self, requests: Sequence[tuple[Options, int, int]], rows: int) -> Request:
+        """(options, limit, sample) of the first rows, the others idle; on the host."""
+        request = Request.idle(rows, STOP_SLOTS, BIAS_SLOTS)
+        for row, (options, limit, sample) in enumerate(requests):
+            stops, bias = self.stop_ids(options), options.logit_bias
+            values = dict(
+                limit=limit,
+                temperature=options.temperature,
+                seed=options.seed,
+                sample=sample,
+                top_k=options.top_k,
+                top_p=options.top_p,
+                min_p=options.min_p,
+                repetition=options.repetition_penalty,
+                presence=options.presence_penalty,
+                frequency=options.frequency_penalty,
+                min_new_tokens=options.min_new_tokens,
+            )
+            lists = dict(stop_ids=stops, bias_ids=list(bias), bias=list(bias.values()))
+            for name, value in values.items():
+                np.asarray(getattr(request, name))[row] = value
+            for name, many in lists.items():
+                np.asarray(getattr(request, name))[row, : len(many)] = many
+        return request
+
     def _reset(
         self, state: DecodeState, prompts: Sequence[Sequence[int]], options: Sequence[Options]
     ) -> DecodeState:
         """A group of rows with nothing committed and new requests; its buffers are reused."""
-        rows = self.prefill_rows
-        used = len(prompts)
-        idle = rows - used
-
-        def host(values, dtype) -> Any:
-            # NumPy's, where the state's type says jax.Array: the next call takes it to the device.
-            return np.asarray(values, dtype)
-
-        def column(values: list, dtype) -> Any:
-            return host(values + [0] * idle, dtype)
-
-        stops = np.full((rows, STOP_SLOTS), -1, np.int32)
-        for row, each in enumerate(options):
-            stops[row, : len(self.stop_ids(each))] = self.stop_ids(each)
-        limits = [
-            min(each.max_new_tokens, self.max_length - len(prompt))
+        rows, samples = self.prefill_rows, options[0].n
+        requests = [
+            (each, min(each.max_new_tokens, self.max_length - len(prompt)), sample)
             for prompt, each in zip(prompts, options, strict=True)
+            for sample in range(samples)
         ]
-        zero = column([0] * used, np.int32)
+
+        def zero(count: int) -> Any:
+            # NumPy's, where the state's type says jax.Array: the next call takes it to the device.
+            return np.zeros((count,), np.int32)
+
+        done: Any = np.arange(rows * samples) >= len(requests)
         return dataclasses.replace(
             state,
-            length=zero,
-            emitted=zero,
-            feature_count=None if state.feature_count is None else zero,
-            done=host(np.arange(rows) >= used, np.bool_),
-            request=rounds.Request(
-                limit=column(limits, np.int32),
-                stop_ids=host(stops, np.int32),
-                temperature=column([each.temperature for each in options], np.float32),
-                seed=column([each.seed for each in options], np.uint32),
-                sample=zero.astype(np.uint32),
-            ),
+            length=zero(rows),
+            emitted=zero(rows * samples),
+            feature_count=None if state.feature_count is None else zero(rows),
+            done=done,
+            request=self._request(requests, rows * samples),
+            counts=jax.tree.map(jnp.zeros_like, state.counts),
         )
 
     def run(
@@ -479,7 +597,8 @@ class Engine:
 
         Args:
           prompts: token ids.
-          options: one for all prompts, or one each (of the same mode, budget and chain seed).
+          options: one for all prompts, or one each (of the same mode, tree budget, chain seed,
+            draft noise and n).
         """
         if isinstance(options, Options):
             options = [options] * len(prompts)
@@ -499,7 +618,7 @@ class Engine:
             if last[0]:
                 probe = self._prompt_program(("top2_gap",), rounds.top2_gap, slots, False)
                 return float(probe.result()(leaves, state, tokens, count)[1][0])
-            prefill = self._prefill_program(slots, False, False).result()
+            prefill = self._prefill_program(slots, False, GREEDY).result()
             state, _ = prefill(leaves, state, tokens, count, last)
         raise ValueError("no tokens")
 
@@ -508,15 +627,18 @@ class Engine:
         prompts: Sequence[Sequence[int]],
         options: Options | Sequence[Options] = Options(),
     ) -> list[Generation]:
-        """Decodes token-id prompts to the end, in order; arguments as for `run`."""
-        results: dict[int, Generation] = {}
+        """Decodes token-id prompts to the end, in order, each prompt's samples one after another.
+
+        Arguments as for `run`.
+        """
+        results: dict[tuple[int, int], Generation] = {}
         for event, result in self.run(prompts, options):
-            results[event.index] = result
-        return [self.with_text(results[index]) for index in range(len(prompts))]
+            results[event.index, event.sample] = result
+        return [self.with_text(results[place]) for place in sorted(results)]
 
     def with_text(self, result: Generation) -> Generation:
         """Fills `text` where there is a tokenizer; special tokens are left out."""
-        if self.tokenizer is not None:
+        if self.tokenizer is not None and result.text is None:
             result.text = self.tokenizer.decode(result.output_ids, skip_special_tokens=True)
         return result
 
@@ -525,7 +647,7 @@ class _Run:
     """One call of `Engine.run`: which row serves which prompt, and results on their way.
 
     The host dispatches ahead of the device and reads results late. Rows that have finished take
-    the next prompts, a group at a time.
+    the next prompts, a group at a time. Results are numbered prompt by prompt, sample by sample.
     """
 
     def __init__(
@@ -533,28 +655,46 @@ class _Run:
     ):
         self.engine, self.prompts, self.options = engine, prompts, options
         mode, budget = options[0].mode, options[0].tree_budget or default_budget()
+        self.samples = options[0].n
         self.results = [
-            Generation(list(prompt), mode, budget if mode == "ddtree" else None)
-            for prompt in prompts
+            Generation(
+                list(prompt),
+                mode,
+                budget if mode == "ddtree" else None,
+                sample_index=sample,
+                log_probs=[] if each.log_probs else None,
+            )
+            for prompt, each in zip(prompts, options, strict=True)
+            for sample in range(self.samples)
+        ]
+        self.scanners = [
+            text.StreamDecoder(engine.tokenizer, each.stop, each.min_new_tokens)
+            if each.stop
+            else None
+            for each in options
+            for _ in range(self.samples)
         ]
         slots = max(
             engine._slots(len(prompt), each) for prompt, each in zip(prompts, options, strict=True)
         )
         drafting = mode != "ar"
-        sampled = any(each.temperature > 0 for each in options)
-        programs = engine._programs_of(options[0], slots, sampled)
+        sampler = sampler_of(options)
+        programs = engine._programs_of(options[0], slots, sampler)
         self.round = programs[-1]
         self.insert = programs[1] if len(programs) == 3 else None
         # No clock below measures the compilation of this or the coming of the weights.
         self.prefill = programs[0].result()
         self.leaves = engine._leaves.result()
-        self.state = engine._fresh(engine.batch_size, slots, drafting)
-        self.group = engine._fresh(engine.prefill_rows, slots, drafting) if self.insert else None
+        fresh = functools.partial(
+            engine._fresh, slots=slots, drafting=drafting, penalised=sampler.penalties
+        )
+        self.state = fresh(engine.batch_size)
+        self.group = fresh(engine.prefill_rows, samples=self.samples) if self.insert else None
         self.waiting = collections.deque(range(len(prompts)))
         self.owners: list[int | None] = [None] * engine.batch_size
         self.flying: collections.deque[tuple[Emitted, list[int | None], bool]] = collections.deque()
-        self.started = [0.0] * len(prompts)
-        self.first = [0.0] * len(prompts)
+        self.started = [0.0] * len(self.results)
+        self.first = [0.0] * len(self.results)
         # On a CPU the "device" is the host's own cores: a round too many delays the next request.
         self.run_ahead = 0 if jax.default_backend() == "cpu" else 1
 
@@ -583,30 +723,36 @@ class _Run:
 
     def _admit(self) -> Iterator[tuple[Event, Generation]]:
         """Prefills waiting prompts into free rows, whole groups while other rows are busy."""
-        size = self.engine.prefill_rows
+        size, samples = self.engine.prefill_rows, self.samples
         while self.waiting:
             free = [row for row, owner in enumerate(self.owners) if owner is None]
-            if not free or (len(free) < min(size, len(self.waiting)) and self._busy()):
+            wanted = min(size, len(self.waiting))
+            if len(free) < samples or (len(free) < samples * wanted and self._busy()):
                 return
-            rows = free[: min(size, len(self.waiting))]
-            members = [self.waiting.popleft() for _ in rows]
+            members = [self.waiting.popleft() for _ in range(min(wanted, len(free) // samples))]
+            results = [index * samples + sample for index in members for sample in range(samples)]
+            rows = free[: len(results)]
             now = time.perf_counter()
-            for row, index in zip(rows, members, strict=True):
+            for row, index in zip(rows, results, strict=True):
                 self.owners[row], self.started[index] = index, now
             prompts = [self.prompts[index] for index in members]
             target = self.state if self.group is None else self.group
             group = self.engine._reset(target, prompts, [self.options[i] for i in members])
             for tokens, count, last in self.engine._chunks(prompts):
                 group, emitted = self.prefill(self.leaves, group, tokens, count, last)
-                owners = [i if ends else None for i, ends in zip(members, last, strict=False)]
+                ends = np.repeat(last, samples)
+                owners = [i if end else None for i, end in zip(results, ends, strict=False)]
                 self.flying.append((emitted, owners, True))
             if self.insert is None:
                 self.state = group
             else:
                 self.group = group
-                where = np.full((size,), len(self.owners), np.int32)
-                where[: len(rows)] = rows
-                self.state = self._ready(self.insert)(self.state, group, where)
+                insert = self._ready(self.insert)
+                for start in range(0, len(rows), size):
+                    source = np.arange(start, start + size, dtype=np.int32)
+                    where = np.full((size,), len(self.owners), np.int32)
+                    where[: len(rows) - start] = rows[start : start + size]
+                    self.state = insert(self.state, group, source, where)
             # While the round still compiles, the first token can be shown.
             yield from self._settle(self.run_ahead if self.round.done() else 0)
 
@@ -617,20 +763,40 @@ class _Run:
             emitted = jax.device_get(emitted)
             now = time.perf_counter()
             for row, index in enumerate(owners):
-                if index is None or not emitted.count[row]:
+                # A row that the host has ended goes on until another request takes it.
+                ended = index is None or self.results[index].finish_reason != "interrupted"
+                if index is None or ended or not emitted.count[row]:
                     continue
-                result = self.results[index]
-                tokens = emitted.tokens[row, : emitted.count[row]].tolist()
-                result.output_ids.extend(tokens)
-                if from_prefill:
-                    self.first[index] = now
-                    result.time_to_first_token_s = now - self.started[index]
-                else:
-                    result.accept_lengths.append(len(tokens))
-                    result.decode_s = now - self.first[index]
-                done = bool(emitted.done[row])
-                if done:
-                    stops = self.engine.stop_ids(self.options[index])
-                    result.finish_reason = "stop" if tokens[-1] in stops else "length"
-                    self.owners[self.owners.index(index)] = None
-                yield Event(index, tokens, done, from_prefill), result
+                yield self._take(index, emitted, row, now, from_prefill)
+
+    def _take(
+        self, index: int, emitted: Emitted, row: int, now: float, from_prefill: bool
+    ) -> tuple[Event, Generation]:
+        """Adds what one row of a round emitted to its result, up to a stop string."""
+        result, scanner = self.results[index], self.scanners[index]
+        options = self.options[index // self.samples]
+        tokens = emitted.tokens[row, : emitted.count[row]].tolist()
+        done = bool(emitted.done[row])
+        stopped = False
+        if scanner is not None:
+            result.text = (result.text or "") + scanner.push(tokens, final=done)
+            stopped = scanner.stopped
+            tokens = tokens[: scanner.count - len(result.output_ids)]
+        result.output_ids.extend(tokens)
+        if result.log_probs is not None:
+            assert emitted.log_probs is not None
+            result.log_probs.extend(emitted.log_probs[row, : len(tokens)].tolist())
+        if from_prefill:
+            self.first[index] = now
+            result.time_to_first_token_s = now - self.started[index]
+        else:
+            result.accept_lengths.append(len(tokens))
+            result.decode_s = now - self.first[index]
+        if done or stopped:
+            at_stop = stopped or tokens[-1] in self.engine.stop_ids(options)
+            result.finish_reason = "stop" if at_stop else "length"
+            self.owners[self.owners.index(index)] = None
+        event = Event(
+            index // self.samples, index % self.samples, tokens, done or stopped, from_prefill
+        )
+        return event, result

@@ -12,31 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from ddtree_jax import cache as caches
-from ddtree_jax import sampling
+from ddtree_jax import penalties, sampling
 from ddtree_jax import tree as trees
 from ddtree_jax.cache import Cache, Pending
 from ddtree_jax.models import Models
+from ddtree_jax.penalties import Counts
+from ddtree_jax.sampling import Request, Sampler
 from ddtree_jax.tree import Tree
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["limit", "stop_ids", "temperature", "seed", "sample"],
-    meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """What each row asks for, [b] each.
-
-    limit: tokens to emit at most, int32. stop_ids: int32 [b, stops], -1 where unused.
-    temperature: float32, 0 is greedy. seed, sample: uint32, see sampling.py.
-    """
-
-    limit: jax.Array
-    stop_ids: jax.Array
-    temperature: jax.Array
-    seed: jax.Array
-    sample: jax.Array
 
 
 @functools.partial(
@@ -51,6 +33,7 @@ class Request:
         "emitted",
         "done",
         "request",
+        "counts",
     ],
     meta_fields=[],
 )
@@ -67,6 +50,10 @@ class DecodeState:
     length: int32 [b], committed tokens (prompt and output without the bonus token).
     emitted: int32 [b], tokens emitted so far, the prefill's included.
     done: bool [b].
+    counts: the tokens of the text so far; None unless something is penalised.
+
+    Between prefill and insertion the samples of a prompt share what they can: with n samples only
+    bonus, emitted, done, request and counts.output_bv have n * b rows, prompt by prompt.
     """
 
     cache: Cache
@@ -78,22 +65,39 @@ class DecodeState:
     emitted: jax.Array
     done: jax.Array
     request: Request
+    counts: Counts | None = None
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["tokens", "count", "done"], meta_fields=[]
+    jax.tree_util.register_dataclass,
+    data_fields=["tokens", "count", "done", "log_probs"],
+    meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
 class Emitted:
-    """What a round emits: tokens int32 [b, p], of which the first `count` [b] count; `done` [b]."""
+    """What a round emits: tokens int32 [b, p], of which the first `count` [b] count; `done` [b].
+
+    log_probs: float32 [b, p] of the tokens in the target's own distribution, before any bias,
+    penalty, temperature or filter; None unless asked for.
+    """
 
     tokens: jax.Array
     count: jax.Array
     done: jax.Array
+    log_probs: jax.Array | None = None
 
 
 def empty_state(
-    models: Models, batch: int, slots: int, stops: int, dtype, *, drafting: bool
+    models: Models,
+    batch: int,
+    slots: int,
+    stops: int,
+    dtype,
+    *,
+    drafting: bool,
+    biases: int = 0,
+    penalised: bool = False,
+    samples: int = 1,
 ) -> DecodeState:
     """A state of idle rows. `slots` bounds prompt plus output; `drafting` False is AR's state."""
     drafter = None
@@ -101,8 +105,10 @@ def empty_state(
         assert models.drafter is not None
         drafter = models.drafter.config
 
-    def integers(dtype=jnp.int32):
-        return jnp.zeros((batch,), dtype)
+    def integers(rows=batch):
+        return jnp.zeros((rows,), jnp.int32)
+
+    rows = batch * samples
 
     return DecodeState(
         cache=caches.empty(models.target.config, batch, slots, dtype),
@@ -111,23 +117,72 @@ def empty_state(
             jnp.zeros((batch, drafter.block_size, drafter.feature_size), dtype) if drafter else None
         ),
         feature_count=integers() if drafter else None,
-        bonus=integers(),
+        bonus=integers(rows),
         length=integers(),
-        emitted=integers(),
-        done=jnp.ones((batch,), bool),
-        request=Request(
-            limit=integers(),
-            stop_ids=jnp.full((batch, stops), -1, jnp.int32),
-            temperature=jnp.zeros((batch,), jnp.float32),
-            seed=integers(jnp.uint32),
-            sample=integers(jnp.uint32),
+        emitted=integers(rows),
+        done=jnp.ones((rows,), bool),
+        request=jax.tree.map(jnp.asarray, Request.idle(rows, stops, biases)),
+        counts=(
+            penalties.empty_counts(batch, samples, models.target.config.padded_vocab)
+            if penalised
+            else None
         ),
     )
 
 
-def insert(state: DecodeState, rows: DecodeState, slots: jax.Array) -> DecodeState:
-    """Puts prefilled rows into the batch; slots int32 [rows], past the batch's end for none."""
-    return jax.tree.map(lambda whole, part: whole.at[slots].set(part, mode="drop"), state, rows)
+def insert(
+    state: DecodeState, prefilled: DecodeState, samples_r: jax.Array, slots_r: jax.Array
+) -> DecodeState:
+    """Puts samples of prefilled prompts into rows of the batch.
+
+    Args:
+      samples_r: int32, which samples of `prefilled`: prompt by prompt, see `DecodeState`.
+      slots_r: int32, their rows; past the batch's end for none.
+    """
+    rows = prefilled.done.shape[0]
+    several = rows // prefilled.length.shape[0]
+
+    def put(whole, part):
+        if several > 1:
+            part = part[samples_r if part.shape[0] == rows else samples_r // several]
+        return whole.at[slots_r].set(part, mode="drop")
+
+    return jax.tree.map(put, state, prefilled)
+
+
+def _spread(x: jax.Array, rows: int) -> jax.Array:
+    """One row a prompt -> one row a sample."""
+    return jnp.repeat(x, rows // x.shape[0], axis=0)
+
+
+def _adjusted(
+    models: Models,
+    state: DecodeState,
+    logits_bnv: jax.Array,
+    depths_bn: jax.Array,
+    paths_bnd: jax.Array,
+    sampler: Sampler,
+) -> jax.Array:
+    """Logits with what the rows ask for before temperature and filters."""
+    request, axis = state.request, models.target.axis
+    if sampler.bias:
+        logits_bnv = penalties.add_bias(logits_bnv, request.bias_ids, request.bias, axis)
+    if sampler.penalties:
+        assert state.counts is not None
+        prompt_bv = _spread(state.counts.prompt_bv, logits_bnv.shape[0])
+        logits_bnv = penalties.penalise(
+            logits_bnv,
+            dataclasses.replace(state.counts, prompt_bv=prompt_bv),
+            paths_bnd,
+            request.repetition,
+            request.presence,
+            request.frequency,
+            axis,
+        )
+    if sampler.min_new_tokens:
+        early = state.emitted[:, None] + depths_bn < request.min_new_tokens[:, None]
+        logits_bnv = penalties.forbid(logits_bnv, request.stop_ids, early, axis)
+    return logits_bnv
 
 
 def _commit(models: Models, cache: Cache, pending: Pending, length_b, count_b, path_bp=None):
@@ -140,21 +195,30 @@ def _whole_tiles(models: Models, tree: Tree) -> Tree:
 
 
 def _choose(
-    models: Models, state: DecodeState, hidden_bnd, depths_bn, length_b, max_depth: int, sampled
-) -> jax.Array:
-    """The target's choice after each node; a node's position is length_b + depth."""
-    request = state.request
-    return sampling.choose(
-        models.target.logits(hidden_bnd),
+    models: Models,
+    state: DecodeState,
+    logits_bnv: jax.Array,
+    depths_bn: jax.Array,
+    paths_bnd: jax.Array,
+    length_b: jax.Array,
+    max_depth: int,
+    sampler: Sampler,
+) -> tuple[jax.Array, jax.Array | None]:
+    """The target's choice after each node, and its log-probability where that is asked for.
+
+    A node's position is length_b + depth. paths_bnd: see `penalties.penalise`.
+    """
+    axis = models.target.axis
+    choice = sampling.choose(
+        _adjusted(models, state, logits_bnv, depths_bn, paths_bnd, sampler),
         depths_bn,
         length_b,
         max_depth,
-        temperature_b=request.temperature,
-        seed_b=request.seed,
-        sample_b=request.sample,
-        sampled=sampled,
-        axis=models.target.axis,
+        request=state.request,
+        sampler=sampler,
+        axis=axis,
     )
+    return choice, penalties.log_probs(logits_bnv, choice, axis) if sampler.log_probs else None
 
 
 def verify(
@@ -180,7 +244,11 @@ def verify(
 
 
 def _emit(
-    state: DecodeState, tokens_bp: jax.Array, count_b: jax.Array
+    models: Models,
+    state: DecodeState,
+    tokens_bp: jax.Array,
+    log_probs_bp: jax.Array | None,
+    count_b: jax.Array,
 ) -> tuple[DecodeState, Emitted]:
     """Emits the first `count_b` tokens, cut at a stop id or the limit; finished rows nothing."""
     count_b = jnp.where(state.done, 0, count_b)
@@ -188,13 +256,17 @@ def _emit(
     count, finished = sampling.stop_cut(tokens_bp, count_b, remaining, state.request.stop_ids)
     done = state.done | finished
     last = jnp.take_along_axis(tokens_bp, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+    counts = state.counts
+    if counts is not None:
+        counts = penalties.count_output(counts, tokens_bp, count, models.target.axis)
     state = dataclasses.replace(
         state,
         bonus=jnp.where(count > 0, last, state.bonus),
         emitted=state.emitted + count,
         done=done,
+        counts=counts,
     )
-    return state, Emitted(tokens_bp, count, done)
+    return state, Emitted(tokens_bp, count, done, log_probs_bp)
 
 
 def prefill_chunk(
@@ -204,11 +276,12 @@ def prefill_chunk(
     count_b: jax.Array,
     last_b: jax.Array,
     *,
-    sampled: bool,
+    sampler: Sampler,
 ) -> tuple[DecodeState, Emitted]:
     """Commits the next `count_b` prompt tokens; rows at their last chunk emit the first token.
 
-    The features of every prompt token enter the drafter's context, whatever the chunk size.
+    Every sample of a prompt emits its own, from the one forward (see `DecodeState`). The features
+    of every prompt token enter the drafter's context, whatever the chunk size.
     """
     tree = trees.chain(tokens_bn, count_b)
     state = dataclasses.replace(state, cache=caches.begin(state.cache, state.length))
@@ -221,9 +294,25 @@ def prefill_chunk(
     end = jnp.maximum(count_b - 1, 0)[:, None]
     row = jnp.take_along_axis(hidden, end[:, :, None], axis=1)
     length = state.length
+    samples = state.done.shape[0]
+    counts = state.counts
+    if counts is not None:
+        counts = penalties.count_prompt(counts, tokens_bn, count_b, models.target.axis)
+        state = dataclasses.replace(state, counts=counts)
     # The last token's node is the root of a tree of its own, so its noise is found at depth 0.
-    choice = _choose(models, state, row, jnp.zeros_like(end), length + end[:, 0], 0, sampled)
-    state, emitted = _emit(state, choice, last_b.astype(jnp.int32))
+    choice, log_probs = _choose(
+        models,
+        state,
+        _spread(models.target.logits(row), samples),
+        jnp.zeros((samples, 1), jnp.int32),
+        jnp.zeros((samples, 1, 0), jnp.int32),
+        _spread(length + end[:, 0], samples),
+        0,
+        sampler,
+    )
+    state, emitted = _emit(
+        models, state, choice, log_probs, _spread(last_b.astype(jnp.int32), samples)
+    )
     return dataclasses.replace(
         state,
         cache=_commit(models, state.cache, pending, length, count_b),
@@ -263,18 +352,29 @@ def draft(models: Models, state: DecodeState) -> tuple[jax.Array, Cache]:
 
 
 def accept_and_commit(
-    models: Models, state: DecodeState, tree: Tree, verified, max_path: int, sampled: bool
+    models: Models, state: DecodeState, tree: Tree, verified, max_path: int, sampler: Sampler
 ) -> tuple[DecodeState, Emitted]:
     """Emits the path of a verified tree and the next bonus token, and commits the path."""
     hidden, features, pending = verified
     with jax.named_scope("accept"):
-        choice = _choose(models, state, hidden, tree.depths, state.length, max_path - 1, sampled)
+        choice, log_probs = _choose(
+            models,
+            state,
+            models.target.logits(hidden),
+            tree.depths,
+            trees.path_tokens(tree, max_path - 1),
+            state.length,
+            max_path - 1,
+            sampler,
+        )
         path, count = trees.accept(tree, choice, max_path)
         # Worked example: path [0, 4, 9, 0, ...] of count 3 emits the tokens of nodes 4 and 9, then
         # the choice at node 9. Each is the choice at the node before it, so: choice[path].
         tokens = jnp.take_along_axis(choice, path, axis=1)
+        if log_probs is not None:
+            log_probs = jnp.take_along_axis(log_probs, path, axis=1)
         length = state.length
-        state, emitted = _emit(state, tokens, count)
+        state, emitted = _emit(models, state, tokens, log_probs, count)
     with jax.named_scope("commit"):
         # One committed row per emitted token: the root and the accepted nodes.
         committed = emitted.count
@@ -287,11 +387,11 @@ def accept_and_commit(
 
 
 def _finish(
-    models: Models, state: DecodeState, tree: Tree, max_path: int, sampled: bool
+    models: Models, state: DecodeState, tree: Tree, max_path: int, sampler: Sampler
 ) -> tuple[DecodeState, Emitted]:
     tree = _whole_tiles(models, tree)
     verified = verify(models, state, tree)
-    return accept_and_commit(models, state, tree, verified, max_path, sampled)
+    return accept_and_commit(models, state, tree, verified, max_path, sampler)
 
 
 def grow_tree(
@@ -319,20 +419,47 @@ def grow_tree(
         )
 
 
-def ar_round(models: Models, state: DecodeState, *, sampled: bool) -> tuple[DecodeState, Emitted]:
+def ar_round(
+    models: Models, state: DecodeState, *, sampler: Sampler
+) -> tuple[DecodeState, Emitted]:
     """One token: a tree of one node."""
-    return _finish(models, state, trees.chain(state.bonus[:, None]), 1, sampled)
+    return _finish(models, state, trees.chain(state.bonus[:, None]), 1, sampler)
+
+
+def _draft_scores(
+    models: Models, state: DecodeState, sampler: Sampler, draft_noise: bool
+) -> tuple[jax.Array, Cache]:
+    """The block's logits as the requests bend them, and the drafter's extended context.
+
+    Nothing is known of a slot's path, so only the committed text is penalised. With `draft_noise`
+    the rows at T > 0 are ranked with the target's noise; without, by the drafter's probabilities.
+    """
+    logits, draft_cache = draft(models, state)
+    batch, slots = logits.shape[:2]
+    depths = jnp.broadcast_to(jnp.arange(slots), (batch, slots))
+    no_path = jnp.zeros((batch, slots, 0), jnp.int32)
+    with jax.named_scope("draft_scores"):
+        logits = _adjusted(models, state, logits, depths, no_path, sampler)
+        if sampler.noise and draft_noise:
+            logits = sampling.draft_scores(
+                logits,
+                state.length,
+                request=state.request,
+                sampler=sampler,
+                axis=models.target.axis,
+            )
+    return logits, draft_cache
 
 
 def chain_round(
-    models: Models, state: DecodeState, *, sampled: bool
+    models: Models, state: DecodeState, *, sampler: Sampler, draft_noise: bool = True
 ) -> tuple[DecodeState, Emitted]:
     """DFlash: the drafter's best token of each slot, verified as a chain."""
-    logits, draft_cache = draft(models, state)
+    logits, draft_cache = _draft_scores(models, state, sampler, draft_noise)
     state = dataclasses.replace(state, draft_cache=draft_cache)
     tokens = sampling.argmax(logits, models.target.axis)
     tree = trees.chain(jnp.concatenate([state.bonus[:, None], tokens], axis=1))
-    return _finish(models, state, tree, tree.tokens.shape[1], sampled)
+    return _finish(models, state, tree, tree.tokens.shape[1], sampler)
 
 
 def tree_round(
@@ -340,15 +467,16 @@ def tree_round(
     state: DecodeState,
     *,
     budget: int,
-    sampled: bool,
+    sampler: Sampler,
     chain_seed: bool = False,
+    draft_noise: bool = True,
     stable_top_k: bool = True,
 ) -> tuple[DecodeState, Emitted]:
     """DDTree: the `budget` most probable prefixes of the drafter's block, verified as a tree."""
     assert models.drafter is not None
-    logits, draft_cache = draft(models, state)
+    logits, draft_cache = _draft_scores(models, state, sampler, draft_noise)
     state = dataclasses.replace(state, draft_cache=draft_cache)
     tree = grow_tree(
         models, state.bonus, logits, budget, chain_seed=chain_seed, stable_top_k=stable_top_k
     )
-    return _finish(models, state, tree, models.drafter.config.block_size, sampled)
+    return _finish(models, state, tree, models.drafter.config.block_size, sampler)

@@ -2,12 +2,113 @@
 
 The noise for absolute position p of sample s of a request is a function of (seed, s, p, token id)
 and of nothing else. A sampled text is therefore the same in every mode, with every tree, alone or
-in a batch; sampling is argmax(logits / T + Gumbel noise), which is exact.
+in a batch; sampling is argmax(filter(logits / T) + Gumbel noise), which is exact.
 """
+
+import dataclasses
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+
+from ddtree_jax import filters
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampler:
+    """What a program computes beside the plain greedy choice; static, so unused parts cost nothing.
+
+    noise: rows may have T > 0. top_k, top_p, min_p: filters.py, only with noise. bias, penalties,
+    min_new_tokens, log_probs: penalties.py.
+    """
+
+    noise: bool = False
+    top_k: bool = False
+    top_p: bool = False
+    min_p: bool = False
+    bias: bool = False
+    penalties: bool = False
+    min_new_tokens: bool = False
+    log_probs: bool = False
+
+
+GREEDY = Sampler()
+NOISE_TRUST = 0.75  # see draft_scores
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        "limit",
+        "stop_ids",
+        "temperature",
+        "seed",
+        "sample",
+        "top_k",
+        "top_p",
+        "min_p",
+        "bias_ids",
+        "bias",
+        "repetition",
+        "presence",
+        "frequency",
+        "min_new_tokens",
+    ],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What each row asks for, [b] each.
+
+    limit: tokens to emit at most, int32. stop_ids: int32 [b, stops], -1 where unused.
+    temperature: float32, 0 is greedy. seed, sample: uint32, see above; samples of one request are
+    counted from 0. top_k: int32, 0 keeps all. top_p: float32, 1 keeps all. min_p: float32, 0 keeps
+    all. bias_ids, bias: int32 (-1 where unused) and float32 [b, biases]. repetition (1 is none),
+    presence, frequency (0 is none): float32. min_new_tokens: int32, no stop id before.
+    """
+
+    limit: jax.Array
+    stop_ids: jax.Array
+    temperature: jax.Array
+    seed: jax.Array
+    sample: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+    bias_ids: jax.Array
+    bias: jax.Array
+    repetition: jax.Array
+    presence: jax.Array
+    frequency: jax.Array
+    min_new_tokens: jax.Array
+
+    @staticmethod
+    def idle(batch: int, stops: int, biases: int) -> "Request":
+        """Greedy rows that ask for nothing, on the host."""
+
+        def full(value, dtype=jnp.float32, *more) -> Any:
+            # NumPy's, where the type says jax.Array: the next call takes it to the device.
+            return np.full((batch, *more), value, dtype)
+
+        return Request(
+            limit=full(0, jnp.int32),
+            stop_ids=full(-1, jnp.int32, stops),
+            temperature=full(0),
+            seed=full(0, jnp.uint32),
+            sample=full(0, jnp.uint32),
+            top_k=full(0, jnp.int32),
+            top_p=full(1),
+            min_p=full(0),
+            bias_ids=full(-1, jnp.int32, biases),
+            bias=full(0, jnp.float32, biases),
+            repetition=full(1),
+            presence=full(0),
+            frequency=full(0),
+            min_new_tokens=full(0, jnp.int32),
+        )
 
 
 def gumbel(seed: jax.Array, sample: jax.Array, position: jax.Array, size: int) -> jax.Array:
@@ -38,16 +139,43 @@ def argmax(logits: jax.Array, axis: str | None) -> jax.Array:
     return jnp.take_along_axis(ids, winner[None], axis=0)[0]
 
 
+def noise_of(
+    request: Request, positions_bd: jax.Array, local: int, axis: str | None = None
+) -> jax.Array:
+    """Gumbel noise float32 [b, d, local] of this shard's tokens at some positions of each row."""
+    shards = 1 if axis is None else lax.axis_size(axis)
+    first = 0 if axis is None else lax.axis_index(axis) * local
+
+    def row(seed, sample, positions):
+        return jax.vmap(lambda position: gumbel(seed, sample, position, local * shards))(positions)
+
+    noise_bdv = jax.vmap(row)(request.seed, request.sample, positions_bd)
+    return lax.dynamic_slice_in_dim(noise_bdv, first, local, axis=-1)
+
+
+def scores(
+    logits_bnv: jax.Array, request: Request, sampler: Sampler, axis: str | None = None
+) -> jax.Array:
+    """The sampled log-probabilities up to a constant: filtered logits / T; as they are at T = 0."""
+    temperature = request.temperature[:, None, None]
+    scaled = logits_bnv / jnp.where(temperature > 0, temperature, 1.0)
+    if sampler.top_k:
+        scaled = filters.top_k(scaled, request.top_k, axis)
+    if sampler.top_p:
+        scaled = filters.top_p(scaled, request.top_p, axis)
+    if sampler.min_p:
+        scaled = filters.min_p(scaled, request.min_p, axis)
+    return jnp.where(temperature > 0, scaled, logits_bnv)
+
+
 def choose(
     logits_bnv: jax.Array,
     depths_bn: jax.Array,
     length_b: jax.Array,
     max_depth: int,
     *,
-    temperature_b: jax.Array,
-    seed_b: jax.Array,
-    sample_b: jax.Array,
-    sampled: bool,
+    request: Request,
+    sampler: Sampler,
     axis: str | None = None,
 ) -> jax.Array:
     """The token int32 [b, n] that follows each node.
@@ -56,26 +184,42 @@ def choose(
       logits_bnv: float32; a node at position p chooses the token of position p + 1.
       depths_bn: node depths; a node's position is length_b + depth.
       max_depth: the largest depth (static): nodes of one depth share their noise.
-      temperature_b: rows at 0 are greedy.
-      sampled: static; False compiles the greedy program, whatever the temperatures.
+      request: what the rows ask for; rows at temperature 0 are greedy.
+      sampler: static; without `noise` the greedy program, whatever the temperatures.
       axis: mesh axis of a sharded vocabulary.
     """
-    if not sampled:
+    if not sampler.noise:
         return argmax(logits_bnv, axis)
-    local = logits_bnv.shape[-1]
-    shards = 1 if axis is None else lax.axis_size(axis)
-    first = 0 if axis is None else lax.axis_index(axis) * local
     positions = length_b[:, None] + jnp.arange(max_depth + 1) + 1
-
-    def row(seed, sample, positions):
-        return jax.vmap(lambda position: gumbel(seed, sample, position, local * shards))(positions)
-
-    noise_bdv = jax.vmap(row)(seed_b, sample_b, positions)
-    noise_bdv = lax.dynamic_slice_in_dim(noise_bdv, first, local, axis=-1)
+    noise_bdv = noise_of(request, positions, logits_bnv.shape[-1], axis)
     noise_bnv = jnp.take_along_axis(noise_bdv, depths_bn[:, :, None], axis=1)
-    temperature = temperature_b[:, None, None]
-    noisy = logits_bnv / jnp.where(temperature > 0, temperature, 1.0) + noise_bnv
-    return argmax(jnp.where(temperature > 0, noisy, logits_bnv), axis)
+    noise_bnv = jnp.where(request.temperature[:, None, None] > 0, noise_bnv, 0.0)
+    return argmax(scores(logits_bnv, request, sampler, axis) + noise_bnv, axis)
+
+
+def draft_scores(
+    logits_blv: jax.Array,
+    length_b: jax.Array,
+    *,
+    request: Request,
+    sampler: Sampler,
+    axis: str | None = None,
+) -> jax.Array:
+    """Drafter's logits [b, l, v] with the noise that the target will be sampled with.
+
+    Slot l predicts position length + l + 1. Whatever the scores, the text stays the target's own;
+    the better they tell the target's choice, the more of the tree is accepted. If the drafter were
+    the target, the choice would be the largest of log-probabilities / T + noise for certain. Its
+    errors are a matter of log-probabilities, whatever T, so what is ranked is T times that; and
+    flattened a little it predicts best: softmax(0.75 * (log-probabilities + T * noise)). On the
+    bundled pair neither other factors for one of the two, by depth or by the slot's entropy, nor
+    terms of second order predict the choice noticeably better.
+    """
+    positions = length_b[:, None] + jnp.arange(logits_blv.shape[1]) + 1
+    noisy = scores(logits_blv, request, sampler, axis)
+    noisy += noise_of(request, positions, logits_blv.shape[-1], axis)
+    temperature = request.temperature[:, None, None]
+    return jnp.where(temperature > 0, NOISE_TRUST * temperature * noisy, logits_blv)
 
 
 def draft_candidates(

@@ -47,11 +47,11 @@ def check_mesh(mesh: Mesh, target: DecoderConfig, drafter: DecoderConfig | None)
 
 
 def state_specs(state):
-    """PartitionSpecs of a DecodeState: rows over data, the caches' head axis over model."""
+    """PartitionSpecs of a DecodeState: rows over data, heads and counted vocabulary over model."""
 
     def spec(path, leaf) -> P:
-        in_cache = any("cache" in getattr(key, "name", "") for key in path)
-        return P(DATA, MODEL) if in_cache else P(DATA)
+        split = getattr(path[0], "name", "") in ("cache", "draft_cache", "counts")
+        return P(DATA, MODEL) if split else P(DATA)
 
     return jax.tree_util.tree_map_with_path(spec, state)
 

@@ -62,19 +62,44 @@ class StreamDecoder:
 
     Only a suffix is decoded each time. A tokenizer may join neighbouring tokens (spaces, bytes of
     one character), so the last piece already shown stays in the window as context.
+
+    Args:
+      stops: the text ends before the first of these strings. What may become one is held back, so
+        no part of it is ever returned. Tokens are looked at one by one: the end does not depend on
+        how they arrive.
+      unstopped: the first tokens, among which no stop string is looked for.
+
+    After the end `stopped` is True; `count` is the number of tokens taken in, with the one that
+    completes the stop string.
     """
 
-    def __init__(self, tokenizer: Any):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = (), unstopped: int = 0):
+        self._tokenizer, self._stops, self._unstopped = tokenizer, tuple(stops), unstopped
         self._ids: list[int] = []
         self._context = 0  # where the window begins
-        self._shown = 0  # tokens whose text has been returned
+        self._shown = 0  # tokens whose text has been returned, or is held back
+        self._held = ""  # what may be the beginning of a stop string
+        self.stopped = False
+
+    @property
+    def count(self) -> int:
+        return len(self._ids)
 
     def _decode(self, begin: int, end: int) -> str:
         return self._tokenizer.decode(self._ids[begin:end], skip_special_tokens=True)
 
     def push(self, tokens: Sequence[int], *, final: bool = False) -> str:
         """The new text; `final` also releases an incomplete character."""
+        if not self._stops:
+            return self._extend(tokens, final)
+        shown = ""
+        for place, token in enumerate(tokens, start=1):
+            if self.stopped:
+                break
+            shown += self._search([token], final and place == len(tokens))
+        return shown
+
+    def _extend(self, tokens: Sequence[int], final: bool) -> str:
         self._ids.extend(tokens)
         before = self._decode(self._context, self._shown)
         window = self._decode(self._context, len(self._ids))
@@ -82,3 +107,22 @@ class StreamDecoder:
             return ""
         self._context, self._shown = self._shown, len(self._ids)
         return window[len(before) :]
+
+    def _search(self, tokens: Sequence[int], final: bool) -> str:
+        text = self._held + self._extend(tokens, final)
+        self._held = ""
+        if self.count <= self._unstopped:
+            return text
+        found = [place for place in map(text.find, self._stops) if place >= 0]
+        if found:
+            self.stopped = True
+            return text[: min(found)]
+        keep = 0 if final else max(_overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of the text with which a stop string begins."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

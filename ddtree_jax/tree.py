@@ -126,6 +126,15 @@ def pad(tree: Tree, multiple: int) -> Tree:
     )
 
 
+def path_tokens(tree: Tree, max_depth: int) -> jax.Array:
+    """int32 [b, n, max_depth]: the tokens of each node's path behind the root, then -1."""
+    depths = jnp.arange(1, max_depth + 1)
+    on_path = tree.ancestors[:, :, None, :] & (tree.depths[:, None, None, :] == depths[:, None])
+    node = jnp.argmax(on_path, axis=3)
+    tokens = jax.vmap(lambda tokens_n, node_nd: tokens_n[node_nd])(tree.tokens, node)
+    return jnp.where(on_path.any(axis=3), tokens, -1)
+
+
 def accept(tree: Tree, choice_bn: jax.Array, max_path: int) -> tuple[jax.Array, jax.Array]:
     """The path that the target's own choices follow.
 

@@ -401,9 +401,8 @@ def tree_attention(
     """
     b, m, k, c, h = qkv_bmch.shape
     n, slots, g = mask_bnm.shape[1], k_bksh.shape[2], c - 2
-    more_n = -n % 8 if n > 8 else 0
-    more_m = max(n + more_n - m, 0)
-    more_m += -(m + more_m) % 8 if m + more_m > 8 else 0
+    # Copies begin and end at multiples of 8 rows; those that hold all rows may be shorter.
+    more_n, more_m = (-n % 8, -m % 8) if n != m or n > 8 else (0, 0)
     if more_n or more_m:
         # Rows before the others, so that the last n stay those that ask; nothing sees them.
         qkv_bmch = jnp.pad(qkv_bmch, [(0, 0), (more_m, 0), (0, 0), (0, 0), (0, 0)])

@@ -13,7 +13,7 @@ from test_decode_command import write_tokenizer
 
 from ddtree_jax import Engine, rounds
 from ddtree_jax import tree as trees
-from ddtree_jax.commands.bench import main
+from ddtree_jax.commands.bench import by_depth, main
 from ddtree_jax.commands.bench_round import bytes_read, recurrent_part
 from ddtree_jax.models import Models
 from ddtree_jax.shapes import SHAPES
@@ -24,17 +24,20 @@ NAME = "qwen3_gqa"
 
 def test_round_measures_every_program(tmp_path, capsys):
     out = tmp_path / "round.json"
-    argv = ["round", "--shape", "tiny", "--budget", "3,7", "--context", "20", "--rounds", "5"]
+    argv = ["round", "--shape", "tiny", "--budget", "7", "--context", "20", "--rounds", "5"]
+    argv += ["--sampling"]
     assert main([*argv, "--dtype", "float32", "--json", str(out)]) == 0
     result = json.loads(out.read_text())
     assert result["weights"] == "random"
-    labels = [(row["mode"], row["tree_budget"]) for row in result["rows"]]
-    assert labels == [("ar", None), ("dflash", None), ("ddtree", 3), ("ddtree", 7)]
+    labels = [row["label"] for row in result["rows"]]
+    assert labels[:3] == ["ar", "dflash", "ddtree 7"]
+    kinds = ("temperature", "top-k", "top-p", "min-p", "penalties")
+    assert labels[3:] == [f"ddtree 7, {kind}" for kind in kinds]
     for row in result["rows"]:
         assert 0 < row["p10_ms"] <= row["median_ms"] <= row["p90_ms"]
         assert row["ratio"] == pytest.approx(row["median_ms"] / row["floor_ms"])
     floors = [row["floor_ms"] for row in result["rows"]]
-    assert floors[0] < floors[1] == floors[2] == floors[3]
+    assert floors[0] < floors[1] == floors[2] == floors[-1]
     assert set(result["rows"][2]["stages_ms"]) == {"draft", "tree", "verify", "head and accept"}
     assert "tiny, random weights" in capsys.readouterr().out
 
@@ -68,7 +71,9 @@ def test_the_floor_counts_states_and_windows():
     assert drafted[1] - drafted[0] == drafted[2] - drafted[0] == 8 * kv
 
 
-def test_acceptance_of_two_turns(tmp_path, capsys):
+@pytest.fixture
+def spoken(tmp_path):
+    """A pair with a tokenizer and two small sets, as arguments of the command."""
     target = tmp_path / "target"
     shutil.copytree(ORACLE / NAME / "target", target)
     write_tokenizer(target, range(0x80, 0x80 + 29))
@@ -77,7 +82,11 @@ def test_acceptance_of_two_turns(tmp_path, capsys):
     sets.write_text("".join(json.dumps(line) + "\n" for line in lines))
     argv = ["acceptance", "--target", str(target), "--draft", str(ORACLE / NAME / "draft")]
     argv += ["--eval", str(sets), "--budgets", "7", "--max-new-tokens", "12"]
-    assert main([*argv, "--dtype", "float32", "--json", "-"]) == 0
+    return [*argv, "--dtype", "float32", "--json", "-"]
+
+
+def test_acceptance_of_two_turns(spoken, capsys):
+    assert main(spoken) == 0
     result = json.loads(capsys.readouterr().out)
     assert [row["mode"] for row in result["rows"]] == ["ar", "dflash", "ddtree"]
     for row in result["rows"]:
@@ -90,6 +99,32 @@ def test_acceptance_of_two_turns(tmp_path, capsys):
     assert result["rows"][0]["mean_tau"] == 1
 
 
+def test_acceptance_of_samples_beside_greedy(spoken, capsys, tmp_path):
+    picture = tmp_path / "depth.svg"
+    argv = [*spoken, "--temperature", "1", "--seeds", "0,3", "--draft-noise", "on,off"]
+    assert main([*argv, "--plot", str(picture)]) == 0
+    result = json.loads(capsys.readouterr().out)
+    labels = [row["label"] for row in result["rows"]]
+    assert labels == [
+        "ar", "dflash", "ddtree 7", "ar, T 1", "dflash, T 1", "ddtree 7, T 1",
+        "dflash, T 1, noise-blind", "ddtree 7, T 1, noise-blind",
+    ]  # fmt: skip
+    for row in result["rows"]:
+        for each in row["sets"].values():
+            assert each["same_as_ar"] == each["answers"]
+            assert len(each["tau_by_seed"]) == (2 if row["temperature"] else 1)
+        one = row["sets"]["one"]
+        assert one["answers"] == (4 if row["temperature"] else 2)
+    svg = picture.read_text()
+    assert svg.count("<polyline") == 6
+    assert "ddtree 7, T 1, noise-blind" in svg
+
+
+def test_acceptance_by_depth():
+    # Rounds of lengths 1, 1, 2, 4: half accept a node, a quarter one of depth 2 and of depth 3.
+    assert by_depth([[0, 2, 1], [0, 0, 0, 0, 1]]) == [0.5, 0.25, 0.25]
+
+
 @pytest.mark.parametrize(
     ("argv", "word"),
     [
@@ -97,6 +132,8 @@ def test_acceptance_of_two_turns(tmp_path, capsys):
         (["acceptance", "--budgets", "a"], "--budgets"),
         (["acceptance", "--budgets", "15,0"], "--budgets holds 0; expected 1 to 511"),
         (["acceptance", "--budgets", "512"], "--budgets holds 512"),
+        (["acceptance", "--seeds", "a"], "--seeds is 'a'"),
+        (["acceptance", "--draft-noise", "some"], "--draft-noise is 'some'"),
         (["acceptance", "--limit", "0"], "--limit is 0; expected at least 1"),
         (["acceptance", "--batch-size", "0"], "--batch-size is 0"),
         (["acceptance", "--max-new-tokens", "-1"], "--max-new-tokens is -1"),

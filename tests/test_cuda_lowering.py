@@ -1,5 +1,6 @@
 """Every program of a request lowers for CUDA on a host without a GPU."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,6 +10,7 @@ from flax import nnx
 
 from ddtree_jax import rounds
 from ddtree_jax.models import Models, parameter_shapes
+from ddtree_jax.sampling import GREEDY, Sampler
 from ddtree_jax.shapes import SHAPES
 
 PROGRAMS = {
@@ -19,19 +21,32 @@ PROGRAMS = {
 }
 
 
-CASES = [("tiny", name, sampled) for name in PROGRAMS for sampled in (False, True)]
-CASES += [("tiny-hybrid", name, False) for name in PROGRAMS]
+SAMPLERS = {
+    "greedy": GREEDY,
+    "sampled": Sampler(noise=True),
+    "everything": Sampler(*(True,) * len(dataclasses.fields(Sampler))),
+}
+CASES = [("tiny", name, sampler) for name in PROGRAMS for sampler in SAMPLERS]
+CASES += [("tiny-hybrid", name, "greedy") for name in PROGRAMS]
 
 
-@pytest.mark.parametrize(("shape", "name", "sampled"), CASES)
-def test_round(shape, name, sampled, monkeypatch):
+@pytest.mark.parametrize(("shape", "name", "sampler"), CASES)
+def test_round(shape, name, sampler, monkeypatch):
     # What depends on the device must take the GPU's way: unrolled levels, no padded rows.
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     abstract = nnx.eval_shape(lambda: Models(*SHAPES[shape], rngs=nnx.Rngs(0)))
     graphdef, state = nnx.split(abstract)
     half = parameter_shapes(state, jnp.bfloat16)
     empty = functools.partial(
-        rounds.empty_state, abstract, 2, 128, 8, jnp.bfloat16, drafting=name != "ar"
+        rounds.empty_state,
+        abstract,
+        2,
+        128,
+        8,
+        jnp.bfloat16,
+        drafting=name != "ar",
+        biases=8,
+        penalised=SAMPLERS[sampler].penalties,
     )
     chunk = (
         jax.ShapeDtypeStruct((2, 16), jnp.int32),
@@ -41,7 +56,7 @@ def test_round(shape, name, sampled, monkeypatch):
 
     def program(state, decode_state, *arguments):
         models = nnx.merge(graphdef, state)
-        return PROGRAMS[name](models, decode_state, *arguments, sampled=sampled)
+        return PROGRAMS[name](models, decode_state, *arguments, sampler=SAMPLERS[sampler])
 
     arguments = chunk if name == "prefill" else ()
     traced = jax.jit(program, donate_argnums=1).trace(half, jax.eval_shape(empty), *arguments)

@@ -62,23 +62,11 @@ def test_kernels_that_cannot_run_are_refused(capsys, ids):
 @pytest.mark.parametrize(
     ("flag", "value"),
     [
-        ("--top-k", "5"),
-        ("--top-p", "0.9"),
-        ("--min-p", "0.1"),
-        ("--repetition-penalty", "1.1"),
-        ("--presence-penalty", "0.5"),
-        ("--frequency-penalty", "0.5"),
-        ("--logit-bias", "3=1.5"),
-        ("--logprobs", None),
-        ("--min-new-tokens", "4"),
-        ("--stop", "END"),
-        ("--n", "2"),
         ("--tp", "2"),
         ("--data", "2"),
         ("--trace", "trace.html"),
         ("--chat", None),
         ("--tree-budget", "auto"),
-        ("--draft-noise", "on"),
     ],
 )
 def test_flags_of_later_are_refused_by_name(capsys, ids, flag, value):
@@ -103,6 +91,25 @@ def test_flags_of_later_are_refused_by_name(capsys, ids, flag, value):
         (["--max-length", "0"], ["maximum length is 0"]),
         (["--max-length", "513"], ["maximum length is 513", "512"]),
         (["--prefill-chunk", "0"], ["prefill chunk is 0"]),
+        (["--top-k", "-1"], ["top_k is -1"]),
+        (["--top-p", "0"], ["top_p is 0"]),
+        (["--top-p", "1.1"], ["top_p is 1.1"]),
+        (["--min-p", "-0.1"], ["min_p is -0.1"]),
+        (["--repetition-penalty", "0"], ["repetition_penalty is 0"]),
+        (["--presence-penalty", "inf"], ["presence_penalty is inf"]),
+        (["--frequency-penalty", "nan"], ["frequency_penalty is nan"]),
+        (["--min-new-tokens", "-1"], ["min_new_tokens is -1"]),
+        (["--min-new-tokens", "9", "--max-new-tokens", "8"], ["min_new_tokens is 9", "8"]),
+        (["--logit-bias", "3"], ["--logit-bias is '3'", "ID=V"]),
+        (["--logit-bias", "3=x"], ["--logit-bias is '3=x'"]),
+        (["--logit-bias", "3=inf"], ["token 3 is inf"]),
+        (["--logit-bias", "128=1"], ["token 128", "127"]),
+        (["--logit-bias", "3=1", "--logit-bias", "3=2"], ["token 3 twice"]),
+        (["--stop", "END"], ["--stop", "--prompt-ids"]),
+        (["--logprobs"], ["--logprobs", "--json"]),
+        (["--n", "0"], ["n is 0"]),
+        (["--n", "3", "--batch-size", "2"], ["--n is 3", "--batch-size, 2"]),
+        (["--draft-noise", "maybe"], ["--draft-noise"]),
         (["--raw"], ["--prompt-ids", "--raw"]),
         (["--system", "Be brief."], ["--prompt-ids", "--system"]),
         (["a prompt"], ["PROMPT", "--prompt-ids"]),
@@ -296,6 +303,20 @@ def test_json_in_a_file_beside_the_ids_on_stdout(capsys, ids, tmp_path):
     assert [file.name for file in path.parent.iterdir()] == ["out.json"]  # no temporary file left
 
 
+def test_samples_and_log_probabilities(capsys, ids):
+    argv = [*PAIR, *SMALL, "--prompt-ids", ids(), "--n", "2", "--temperature", "1", "--logprobs"]
+    argv += ["--top-p", "0.95", "--repetition-penalty", "1.1", "--logit-bias", f"{WANTED[1]}=-90"]
+    code, out, _ = run(capsys, *argv, "--json", "-")
+    assert code == 0
+    runs = json.loads(out)["runs"]
+    assert [(entry["prompt_index"], entry["sample_index"]) for entry in runs] == [(0, 0), (0, 1)]
+    assert runs[0]["output_ids"] != runs[1]["output_ids"]
+    for entry in runs:
+        assert len(entry["logprobs"]) == len(entry["output_ids"])
+        assert max(entry["logprobs"]) <= 0
+        assert entry["output_ids"][1] != WANTED[1]
+
+
 def test_one_token_has_no_round(capsys, ids):
     argv = [*PAIR, *SMALL, "--max-new-tokens", "1", "--prompt-ids", ids(), "--json", "-"]
     code, out, _ = run(capsys, *argv)
@@ -400,6 +421,32 @@ def test_streamed_text_is_the_text(capsys, spoken, tmp_path):
         outputs.append(out)
         assert out == entry["text"] + "\n"
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_the_shown_text_ends_before_a_stop(capsys, spoken, tmp_path, streamed):
+    folder, _ = spoken
+    path = tmp_path / "out.json"
+    argv = ["--target", str(folder), "--draft", DRAFT, *SMALL, "--json", str(path), "Hello."]
+    argv += [] if streamed else ["--no-stream"]
+    assert run(capsys, *argv)[0] == 0
+    (whole,) = json.loads(path.read_text())["runs"]
+    stop = whole["text"][8:10]
+    code, out, _ = run(capsys, *argv, "--stop", stop, "--stop", "nowhere")
+    (entry,) = json.loads(path.read_text())["runs"]
+    assert code == 0
+    assert out == entry["text"] + "\n"
+    assert entry["text"] == whole["text"][: whole["text"].find(stop)]
+    assert entry["finish_reason"] == "stop"
+    assert entry["output_ids"] == whole["output_ids"][: len(entry["output_ids"])]
+    assert len(entry["output_ids"]) < len(whole["output_ids"])
+    check_run(entry)
+
+
+def test_samples_of_conversations_are_refused(capsys, tmp_path):
+    path = tmp_path / "turns.jsonl"
+    path.write_text(json.dumps({"turns": ["Hi", "And?"]}))
+    refused(capsys, [*PAIR, "--prompt-file", str(path), "--n", "2"], "--n is 2", "several turns")
 
 
 def test_prompt_text_goes_through_the_template(capsys, spoken):

@@ -11,6 +11,7 @@ from pairs import golden, jitted, models
 from ddtree_jax import Engine, InputError, Options, RunError, cache, rounds
 from ddtree_jax import engine as engines
 from ddtree_jax import tree as trees
+from ddtree_jax.sampling import GREEDY
 
 NAME = "qwen3_gqa"  # block 8
 BUDGET = 15
@@ -274,6 +275,8 @@ def test_events(single, batched):
         ([[1, 128]], {}, r"outside 0..127"),
         ([[-1, 1]], {}, r"outside 0..127"),
         ([[1]], {"stop_ids": tuple(range(9))}, "9 stop ids"),
+        ([[1]], {"n": 2}, "n is 2; expected at most the batch size, 1"),
+        ([[1]], {"logit_bias": {128: 1.0}}, "names token 128; expected 0 to 127"),
     ],
 )
 def test_requests_that_are_refused(single, prompts, changes, problem):
@@ -292,11 +295,31 @@ def test_requests_that_are_refused(single, prompts, changes, problem):
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"seed": -1}, "seed is -1"),
         ({"seed": 2**32}, "seed is 4294967296"),
+        ({"n": 0}, "n is 0"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"top_k": 1.5}, "top_k is 1.5"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
+        ({"top_p": float("nan")}, "top_p is nan"),
+        ({"min_p": 1.5}, "min_p is 1.5"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
+        ({"presence_penalty": float("inf")}, "presence_penalty is inf"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty is nan"),
+        ({"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens is 9; expected 0 to .*8"),
+        ({"logit_bias": dict.fromkeys(range(65), 1.0)}, "65 tokens; expected up to 64"),
+        ({"logit_bias": {1: float("inf")}}, "token 1 is inf"),
+        ({"stop": "END"}, "stop is 'END'"),
+        ({"stop": ("",)}, "not empty"),
     ],
 )
 def test_options_that_are_refused(changes, problem):
     with pytest.raises(InputError, match=problem):
         Options(**changes)
+
+
+def test_requests_of_one_batch_agree(batched):
+    mixed = [options("ddtree"), options("ddtree", draft_noise=False)]
+    with pytest.raises(InputError, match="differ in draft_noise"):
+        batched.generate(PROMPTS[:2], mixed)
 
 
 def test_without_a_drafter():
@@ -333,7 +356,7 @@ def test_finished_rows_stay_as_they_are():
     )
 
     def step(pair, state):
-        return rounds.tree_round(pair, state, budget=7, sampled=False)
+        return rounds.tree_round(pair, state, budget=7, sampler=GREEDY)
 
     after, emitted = jitted(pair, step)(state)
     assert emitted.count[0] >= 1

@@ -18,6 +18,7 @@ from ddtree_jax import cache as caches
 from ddtree_jax import tree as trees
 from ddtree_jax.models import Target, parameter_shapes
 from ddtree_jax.models.recurrent import Paths
+from ddtree_jax.sampling import GREEDY
 from ddtree_jax.shapes import SHAPES
 from kernels_pallas import draft_tree
 
@@ -181,7 +182,7 @@ def prefilled(chunk, soiled=False):
         used = jax.tree.map(lambda part: part + 3.0, state.cache)
         state = dataclasses.replace(state, cache=used)
     state = dataclasses.replace(state, done=jnp.zeros(1, bool))
-    step = jitted(pair, functools.partial(rounds.prefill_chunk, sampled=False))
+    step = jitted(pair, functools.partial(rounds.prefill_chunk, sampler=GREEDY))
     for start in range(0, len(prompt), chunk):
         part = prompt[start : start + chunk]
         tokens = np.full(chunk, 5)

@@ -11,7 +11,7 @@ from flax import nnx
 from pairs import PAIRS, filled, golden, jitted, models, modules, random_weights
 
 from ddtree_jax import cache as caches
-from ddtree_jax import rounds
+from ddtree_jax import rounds, sampling
 from ddtree_jax import tree as trees
 from ddtree_jax.models import Drafter, Target
 from kernels_pallas import draft_tree, tree_attention
@@ -334,7 +334,7 @@ def prefilled(name, chunk):
     prompt = next(ids for ids in golden(name)["prompts"] if len(ids) == 24)
     state = rounds.empty_state(pair, 1, SLOTS, 1, jnp.float32, drafting=True)
     state = dataclasses.replace(state, done=jnp.zeros(1, bool))
-    step = jitted(pair, functools.partial(rounds.prefill_chunk, sampled=False))
+    step = jitted(pair, functools.partial(rounds.prefill_chunk, sampler=sampling.GREEDY))
     for start in range(0, len(prompt), chunk):
         part = prompt[start : start + chunk]
         tokens = np.full(chunk, 5)

@@ -1,5 +1,6 @@
 """The noise of a position, the choice, the drafter's candidates and the cut of a round."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,34 +11,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddtree_jax import sampling
+from ddtree_jax.sampling import GREEDY, Request, Sampler
 
 V = 96
+SAMPLED = Sampler(noise=True)
 
 
 def noise(seed, sample, position, size=V):
     return np.asarray(sampling.gumbel(jnp.uint32(seed), jnp.uint32(sample), position, size))
 
 
-@functools.partial(jax.jit, static_argnames=("max_depth", "sampled"))
-def choose(logits, depths, length, max_depth, temperature, seed, sample, sampled):
-    return sampling.choose(
-        logits,
-        depths,
-        length,
-        max_depth,
-        temperature_b=temperature,
-        seed_b=seed,
-        sample_b=sample,
-        sampled=sampled,
-    )
+@functools.partial(jax.jit, static_argnames=("max_depth", "sampler"))
+def choose(logits, depths, length, max_depth, request, sampler=SAMPLED):
+    return sampling.choose(logits, depths, length, max_depth, request=request, sampler=sampler)
 
 
-def rows(count, temperature=1.0, seed=0, sample=0):
-    return (
-        jnp.full(count, temperature, jnp.float32),
-        jnp.full(count, seed, jnp.uint32),
-        jnp.full(count, sample, jnp.uint32),
-    )
+def rows(count, temperature=1.0, seed=0, sample=0, **changes):
+    """A request of some rows; each value one for all rows, or one a row."""
+    idle = Request.idle(count, 1, 2)
+    changes |= dict(temperature=temperature, seed=seed, sample=sample)
+    filled = {
+        name: np.broadcast_to(value, getattr(idle, name).shape).astype(getattr(idle, name).dtype)
+        for name, value in changes.items()
+    }
+    return dataclasses.replace(idle, **filled)
 
 
 def test_noise_of_a_token_does_not_know_the_vocabulary():
@@ -69,19 +66,19 @@ def test_choice_depends_on_position_alone():
 
     got = choose(
         jnp.asarray(logits[tree])[None], jnp.asarray(tree)[None], jnp.array([length]), 8,
-        *rows(1, 0.7, 5, 2), True,
+        rows(1, 0.7, 5, 2),
     )  # fmt: skip
     assert got[0].tolist() == [wanted[depth] for depth in tree]
     # As the only node of a tree, one position at a time, in another row of a batch.
     depth_zero = choose(
         jnp.asarray(logits)[:, None], jnp.zeros((9, 1), int), length + jnp.arange(9), 0,
-        *rows(9, 0.7, 5, 2), True,
+        rows(9, 0.7, 5, 2),
     )  # fmt: skip
     assert depth_zero[:, 0].tolist() == wanted
     padded = np.pad(logits, ((0, 0), (0, 128 - V)), constant_values=-np.inf)
     got = choose(
         jnp.asarray(padded[tree])[None], jnp.asarray(tree)[None], jnp.array([length]), 8,
-        *rows(1, 0.7, 5, 2), True,
+        rows(1, 0.7, 5, 2),
     )  # fmt: skip
     assert got[0].tolist() == [wanted[depth] for depth in tree]
 
@@ -100,16 +97,12 @@ def chi_square(counts, expected):
 def test_distribution_of_the_choice(temperature):
     count = 8192
     logits = jnp.asarray(np.log(PROBABILITIES) * temperature, jnp.float32)
-    temperatures, _, samples = rows(count, temperature)
     got = choose(
         jnp.broadcast_to(logits, (count, 2, 6)),
         jnp.broadcast_to(jnp.arange(2), (count, 2)),
         jnp.full(count, 7),
         1,
-        temperatures,
-        jnp.arange(count, dtype=jnp.uint32),
-        samples,
-        True,
+        rows(count, temperature, np.arange(count)),
     )
     first, second = np.asarray(got).T
     chi_square(np.bincount(first, minlength=6), count * PROBABILITIES)
@@ -122,10 +115,9 @@ def test_distribution_of_the_choice(temperature):
 def test_distribution_over_the_samples_and_positions_of_one_seed():
     count = 8192
     logits = jnp.broadcast_to(jnp.asarray(np.log(PROBABILITIES), jnp.float32), (count, 1, 6))
-    zeros, number = jnp.zeros((count, 1), int), jnp.arange(count, dtype=jnp.uint32)
-    temperature, seed, sample = rows(count, 1.0, 9)
-    for length, samples in [(jnp.zeros(count, int), number), (jnp.arange(count), sample)]:
-        got = choose(logits, zeros, length, 0, temperature, seed, samples, True)
+    zeros, number = jnp.zeros((count, 1), int), np.arange(count)
+    for length, samples in [(jnp.zeros(count, int), number), (jnp.arange(count), 0)]:
+        got = choose(logits, zeros, length, 0, rows(count, 1.0, 9, samples))
         chi_square(np.bincount(np.asarray(got)[:, 0], minlength=6), count * PROBABILITIES)
 
 
@@ -133,12 +125,11 @@ def test_greedy_rows_in_a_sampled_program():
     generator = np.random.default_rng(1)
     logits = jnp.asarray(generator.standard_normal((4, 3, V)), jnp.float32)
     depths = jnp.broadcast_to(jnp.arange(3), (4, 3))
-    temperature = jnp.array([0.0, 3.0, 0.0, 3.0])
-    arguments = (logits, depths, jnp.full(4, 11), 2, temperature, *rows(4)[1:])
-    got, best = choose(*arguments, True), np.asarray(logits).argmax(axis=-1)
+    arguments = (logits, depths, jnp.full(4, 11), 2, rows(4, [0.0, 3.0, 0.0, 3.0]))
+    got, best = choose(*arguments), np.asarray(logits).argmax(axis=-1)
     np.testing.assert_array_equal(np.asarray(got)[::2], best[::2])
     assert (np.asarray(got)[1::2] != best[1::2]).any()
-    np.testing.assert_array_equal(np.asarray(choose(*arguments, False)), best)
+    np.testing.assert_array_equal(np.asarray(choose(*arguments, GREEDY)), best)
 
 
 def test_argmax_takes_the_lowest_id_on_ties():
@@ -215,3 +206,28 @@ def test_draft_candidates(kind, ranks):
     assert (scores[..., real:] == -np.inf).all()
     if kind == "certain":
         assert (scores[..., 0] == 0).all()
+
+
+def test_noisy_drafts_foresee_the_choice():
+    """The best candidate of a drafter that is a little wrong is the target's choice more often."""
+    generator, count, slots = np.random.default_rng(3), 64, 5
+    target = generator.standard_normal((count, slots, V)).astype(np.float32) * 2
+    drafter = target + generator.standard_normal(target.shape).astype(np.float32) * 0.5
+    request, length = rows(count, 1.0, np.arange(count)), jnp.arange(count)
+    depths = jnp.broadcast_to(jnp.arange(slots), (count, slots))
+    choice = np.asarray(choose(target, depths, length, slots - 1, request))
+    hits = {}
+    for name, logits in (("blind", drafter), ("noisy", None), ("the target", target)):
+        if name != "blind":
+            given = drafter if logits is None else logits
+            logits = sampling.draft_scores(
+                jnp.asarray(given), length, request=request, sampler=SAMPLED
+            )
+        tokens, scores = sampling.draft_candidates(jnp.asarray(logits), 8)
+        assert (np.diff(scores, axis=-1) <= 0).all()
+        assert (np.asarray(scores) <= 0).all()
+        hits[name] = (np.asarray(tokens)[..., 0] == choice).mean()
+    assert hits["the target"] == 1
+    assert hits["noisy"] > 2 * hits["blind"]
+    greedy = sampling.draft_scores(drafter, length, request=rows(count, 0.0), sampler=SAMPLED)
+    np.testing.assert_array_equal(greedy, drafter)

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from ddtree_jax import api
-from ddtree_jax.commands import bench_round, shell
+from ddtree_jax.commands import bench_round, plot, shell
 from ddtree_jax.commands.prompts import Conversation
 from ddtree_jax.engine import Engine, Generation, Options
 from ddtree_jax.errors import InputError
@@ -36,10 +37,12 @@ def _parser() -> shell.Parser:
     add("--budgets", default="15,31,63,127", help="tree budgets")
     add("--batch-size", type=int, default=1)
     add("--max-new-tokens", type=int, default=256)
-    add("--temperature", type=float, default=0.0)
-    add("--seed", type=int, default=0)
+    add("--temperature", type=float, default=0.0, help="above 0, greedy is measured beside it")
+    add("--seeds", default="0", metavar="S,...", help="all sets once with each")
+    add("--draft-noise", default="on", metavar="on,off", help="at T > 0: on, off or both")
     add("--dtype", choices=list(api.DTYPES), default="bfloat16")
     add("--json", metavar="FILE|-")
+    add("--plot", metavar="FILE.svg", help="acceptance by depth")
     add("--debug", action="store_true")
     bench_round.add_parser(commands)
     return parser
@@ -80,32 +83,74 @@ def _measure(generations: list[Generation], reference: list[Generation]) -> dict
     }
 
 
-def _checked(args) -> list[int]:
-    """The budgets; InputError naming the flag whose value cannot be used."""
+def by_depth(accept_length_counts: Sequence[Sequence[int]]) -> list[float]:
+    """The fraction of rounds that accepted a node of depth 1, 2, ... of the tree.
+
+    A round of length n accepted n - 1 nodes. The last round of a text may be cut by its end.
+    """
+    counts = np.zeros(max(map(len, accept_length_counts)), int)
+    for each in accept_length_counts:
+        counts[: len(each)] += each
+    at_least = counts[::-1].cumsum()[::-1]
+    return (at_least[2:] / max(at_least[0], 1)).tolist()
+
+
+def _numbers(flag: str, given: str, example: str) -> list[int]:
     try:
-        budgets = [int(part) for part in args.budgets.split(",")]
+        return [int(part) for part in given.split(",")]
     except ValueError:
-        raise InputError(f"--budgets is {args.budgets!r}; expected numbers as in 15,31") from None
+        raise InputError(f"{flag} is {given!r}; expected numbers as in {example}") from None
+
+
+def _checked(args) -> tuple[list[int], list[int], list[bool]]:
+    """Budgets, seeds and draft noises; InputError naming the flag whose value cannot be used."""
+    budgets = _numbers("--budgets", args.budgets, "15,31")
     for budget in budgets:
         if not 1 <= budget <= 511:
             raise InputError(f"--budgets holds {budget}; expected 1 to 511 nodes")
+    noises = args.draft_noise.split(",")
+    if not set(noises) <= {"on", "off"}:
+        raise InputError(f"--draft-noise is {args.draft_noise!r}; expected on, off or on,off")
     for name in ("limit", "batch_size", "max_new_tokens"):
         value = getattr(args, name)
         if value is not None and value < 1:
             flag = name.replace("_", "-")
             raise InputError(f"--{flag} is {value}; expected at least 1")
-    return budgets
+    return budgets, _numbers("--seeds", args.seeds, "0,1,2"), [noise == "on" for noise in noises]
+
+
+def _plan(args) -> list[tuple[str, list[Options]]]:
+    """What is measured: a name, and its options with each seed. Greedy first, then at T."""
+    budgets, seeds, noises = _checked(args)
+    plan: list[tuple[str, list[Options]]] = []
+    for temperature in dict.fromkeys((0.0, args.temperature)):
+        hot = temperature > 0
+        modes: list[dict[str, Any]] = [dict(mode="ar")]
+        for noise in noises if hot else [True]:
+            modes.append(dict(mode="dflash", draft_noise=noise))
+            modes += [
+                dict(mode="ddtree", tree_budget=budget, draft_noise=noise) for budget in budgets
+            ]
+        for mode in modes:
+            label = mode["mode"] + (f" {mode['tree_budget']}" if "tree_budget" in mode else "")
+            if hot:
+                label += f", T {temperature:g}"
+                label += ", noise-blind" if not mode.get("draft_noise", True) else ""
+            shared = dict(max_new_tokens=args.max_new_tokens, temperature=temperature)
+            each_seed = [Options(**mode, **shared, seed=seed) for seed in (seeds if hot else [0])]
+            plan.append((label, each_seed))
+    return plan
 
 
 def _acceptance(args) -> int:
-    if args.json:
-        shell.check_writable(args.json)
+    if args.plot == "-":
+        raise InputError("--plot is '-'; expected a file to write")
+    for path in (args.json, args.plot):
+        if path:
+            shell.check_writable(path)
     if (args.target is None) != (args.draft is None):
         raise InputError("--target and --draft go together")
-    budgets = _checked(args)
-    shared = dict(max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=args.seed)
-    modes = [Options(mode="ar", **shared), Options(mode="dflash", **shared)]
-    modes += [Options(mode="ddtree", tree_budget=budget, **shared) for budget in budgets]
+    plan = _plan(args)
     sets = prompts.load_evaluation(args.eval) if args.eval else prompts.evaluation_sets()
     console = shell.console(stderr=True)
     engine = api.load(
@@ -120,46 +165,63 @@ def _acceptance(args) -> int:
     ]
     names = [name for name, turns in sets.items() for _ in turns[: args.limit]]
     longest = max(len(conversation.encode(engine.tokenizer, [])) for conversation in conversations)
-    for options in modes:
-        engine.prepare(options, longest)
+    for _, each_seed in plan:
+        engine.prepare(each_seed[0], longest)
     rows: list[dict[str, Any]] = []
-    reference: list[list[Generation]] = []
+    reference: dict[tuple[float, int], list[list[Generation]]] = {}
     with Progress(console=console, transient=True) as progress:
-        for options in modes:
-            label = options.mode + (f" {options.tree_budget}" if options.tree_budget else "")
-            task = progress.add_task(label, total=sum(map(len, conversations)))
-            results = answer_all(
-                engine, conversations, options, lambda task=task: progress.advance(task)
-            )
+        for label, each_seed in plan:
+            first = each_seed[0]
+            speculates = first.mode != "ar"
+            total = len(each_seed) * sum(map(len, conversations))
+            task = progress.add_task(label, total=total)
+            results = []
+            for options in each_seed:
+                answers = answer_all(
+                    engine, conversations, options, lambda task=task: progress.advance(task)
+                )
+                expected = reference.setdefault((options.temperature, options.seed), answers)
+                results.append((answers, expected))
             progress.remove_task(task)
-            reference = reference or results
             row: dict[str, Any] = {
-                "mode": options.mode,
-                "tree_budget": options.tree_budget,
+                "label": label,
+                "mode": first.mode,
+                "tree_budget": first.tree_budget,
+                "temperature": first.temperature,
+                "draft_noise": first.draft_noise if speculates and first.temperature else None,
                 "sets": {},
             }
             for name in sets:
                 members = [i for i, each in enumerate(names) if each == name]
                 mine, theirs = (
-                    [answer for i in members for answer in answers[i]]
-                    for answers in (results, reference)
+                    [[answer for i in members for answer in pair[which][i]] for pair in results]
+                    for which in (0, 1)
                 )
-                row["sets"][name] = _measure(mine, theirs)
-            taus = [each["tau"] for each in row["sets"].values() if each["tau"] is not None]
-            row["mean_tau"] = float(np.mean(taus)) if taus else None
+                row["sets"][name] = _measure(
+                    [answer for each in mine for answer in each],
+                    [answer for each in theirs for answer in each],
+                ) | {"tau_by_seed": [_measure(each, each)["tau"] for each in mine]}
+            means = [each["tau"] for each in row["sets"].values() if each["tau"] is not None]
+            row["mean_tau"] = float(np.mean(means)) if means else None
+            counts = [each["accept_length_counts"] for each in row["sets"].values()]
+            row["acceptance_by_depth"] = by_depth(counts)
             rows.append(row)
             console.print(f"{label}: mean tau {row['mean_tau'] or 0:.3f}")
     table = Table(title=f"Acceptance length (tau), {jax.devices()[0].device_kind}")
     for column in ("mode", *sets, "mean", "same as AR"):
         table.add_column(column, justify="left" if column == "mode" else "right")
     for row in rows:
-        answers = sum(each["answers"] for each in row["sets"].values())
+        count = sum(each["answers"] for each in row["sets"].values())
         same = sum(each["same_as_ar"] for each in row["sets"].values())
         cells = [f"{each['tau'] or 0:.2f}" for each in row["sets"].values()]
-        label = row["mode"] + (f" {row['tree_budget']}" if row["tree_budget"] else "")
-        table.add_row(label, *cells, f"{row['mean_tau'] or 0:.2f}", f"{same} of {answers}")
+        table.add_row(row["label"], *cells, f"{row['mean_tau'] or 0:.2f}", f"{same} of {count}")
     if args.json != "-":
         shell.console().print(table)
+    if args.plot:
+        lines = {r["label"]: r["acceptance_by_depth"] for r in rows if r["mode"] != "ar"}
+        title = "Fraction of rounds that accept a node of this depth"
+        with shell.atomic(Path(args.plot)) as temporary:
+            temporary.write_text(plot.fractions(title, lines, "depth"), encoding="utf-8")
     if args.json:
         result = {
             "schema": 1,
@@ -167,7 +229,7 @@ def _acceptance(args) -> int:
             "dtype": args.dtype,
             "max_new_tokens": args.max_new_tokens,
             "temperature": args.temperature,
-            "seed": args.seed,
+            "seeds": [options.seed for options in plan[-1][1]],
             "rows": rows,
         }
         shell.write_json(args.json, result)

@@ -22,10 +22,19 @@ from ddtree_jax.errors import InputError
 from ddtree_jax.models import Models, parameter_name, parameter_shapes
 from ddtree_jax.models.recurrent import RecurrentLayer
 from ddtree_jax.rounds import DecodeState
+from ddtree_jax.sampling import GREEDY
 from ddtree_jax.shapes import SHAPES
 from ddtree_jax.tree import Tree
 
 WARM_UP = 10
+# Beside the greedy round, what sampling adds to it.
+SAMPLING: dict[str, dict[str, Any]] = {
+    "temperature": dict(temperature=1.0),
+    "top-k": dict(temperature=1.0, top_k=50),
+    "top-p": dict(temperature=1.0, top_p=0.9),
+    "min-p": dict(temperature=1.0, min_p=0.05),
+    "penalties": dict(repetition_penalty=1.1, presence_penalty=0.5),
+}
 AHEAD = 2  # rounds dispatched before the oldest is waited for
 
 
@@ -36,6 +45,7 @@ def add_parser(commands) -> None:
     add("--budget", default="63", help="tree budgets, as in 15,31,63")
     add("--context", type=int, default=1024, help="committed tokens before the first round")
     add("--rounds", type=int, default=60)
+    add("--sampling", action="store_true", help="tree rounds with each kind of sampling, too")
     add("--dtype", choices=list(api.DTYPES), default="bfloat16")
     add("--json", metavar="FILE|-")
     add("--debug", action="store_true")
@@ -141,7 +151,7 @@ def stages(engine: Engine, options: Options, context: int, slots: int) -> dict[s
     verify = part(rounds.verify)
 
     def finish(models, state, tree, verified):
-        after, emitted = rounds.accept_and_commit(models, state, tree, verified, block, False)
+        after, emitted = rounds.accept_and_commit(models, state, tree, verified, block, GREEDY)
         # Not donated here: returning K/V would add a copy of all slots to the measurement.
         return emitted, after.length, after.features, after.cache.recurrent
 
@@ -195,8 +205,15 @@ def run(args) -> int:
         raise InputError("--context and --rounds must be at least 1")
     target, drafter = SHAPES[args.shape]
     dtype = api.DTYPES[args.dtype]
-    programs = [Options(mode="ar"), Options(mode="dflash")]
-    programs += [Options(mode="ddtree", tree_budget=budget) for budget in budgets]
+    programs = [("ar", Options(mode="ar")), ("dflash", Options(mode="dflash"))]
+    for budget in budgets:
+        tree = Options(mode="ddtree", tree_budget=budget)
+        programs.append((f"ddtree {budget}", tree))
+        if args.sampling:
+            programs += [
+                (f"ddtree {budget}, {name}", dataclasses.replace(tree, **changes))
+                for name, changes in SAMPLING.items()
+            ]
     slots = bucket(args.context + 2 * (args.rounds + WARM_UP + AHEAD) + drafter.block_size)
     console = shell.console(stderr=True)
     rows = []
@@ -209,12 +226,12 @@ def run(args) -> int:
             dtype=dtype,
         )
         bandwidth = read_bandwidth()
-        for options in programs:
-            label = options.mode + (f" {options.tree_budget}" if options.tree_budget else "")
+        for label, options in programs:
             status.update(f"Measuring {label}")
             times = measure(*engine.round_at(options, args.context, slots), args.rounds)
             floor = 1e3 * bytes_read(engine, options.mode, args.context) / bandwidth
             row: dict[str, Any] = {
+                "label": label,
                 "mode": options.mode,
                 "tree_budget": options.tree_budget,
                 "rounds": args.rounds,
@@ -224,7 +241,7 @@ def run(args) -> int:
                 "floor_ms": floor,
                 "ratio": float(np.median(times)) / floor,
             }
-            if options.mode == "ddtree":
+            if options == Options(mode="ddtree", tree_budget=options.tree_budget):
                 row["stages_ms"] = stages(engine, options, args.context, slots)
             rows.append(row)
     device = jax.devices()[0].device_kind
@@ -237,10 +254,9 @@ def run(args) -> int:
     for column in columns:
         table.add_column(column, justify="left" if column == "program" else "right")
     for row in rows:
-        label = row["mode"] + (f" {row['tree_budget']}" if row["tree_budget"] else "")
         numbers = [row[key] for key in ("median_ms", "p10_ms", "p90_ms", "floor_ms", "ratio")]
         numbers += list(row.get("stages_ms", {}).values())
-        table.add_row(label, *(f"{number:.3g}" for number in numbers))
+        table.add_row(row["label"], *(f"{number:.3g}" for number in numbers))
     if args.json != "-":
         shell.console().print(table)
     if args.json:

@@ -22,17 +22,6 @@ BUILT_IN_PROMPT = "What is the water cycle?"
 
 # Flags of the contract whose feature does not exist yet: parsed, and refused by name.
 _NOT_YET: dict[str, dict[str, Any]] = {
-    "--top-k": {"type": int},
-    "--top-p": {"type": float},
-    "--min-p": {"type": float},
-    "--repetition-penalty": {"type": float},
-    "--presence-penalty": {"type": float},
-    "--frequency-penalty": {"type": float},
-    "--logit-bias": {"metavar": "ID=V", "action": "append"},
-    "--logprobs": {"action": "store_true", "default": None},
-    "--min-new-tokens": {"type": int},
-    "--stop": {"metavar": "TEXT", "action": "append"},
-    "--n": {"type": int},
     "--tp": {"type": int},
     "--data": {"type": int},
     "--trace": {"metavar": "FILE"},
@@ -60,7 +49,9 @@ def _parser() -> shell.Parser:
     models.add_argument("--draft-revision", help="of the drafter's Hub id")
     models.add_argument("--dtype", choices=list(api.DTYPES), default="bfloat16")
     models.add_argument("--attention", choices=list(ATTENTION), default="auto")
-    models.add_argument("--batch-size", type=int, metavar="N", default=1)
+    models.add_argument(
+        "--batch-size", type=int, metavar="N", help="rows decoded together (default: --n)"
+    )
     models.add_argument("--max-length", type=int, metavar="N", help="prompt plus output")
     models.add_argument("--prefill-chunk", type=int, metavar="N")
     algorithm = parser.add_argument_group("algorithm")
@@ -73,12 +64,34 @@ def _parser() -> shell.Parser:
     algorithm.add_argument(
         "--chain-seed", action="store_true", help="the tree always holds the drafter's best chain"
     )
-    algorithm.add_argument("--draft-noise", choices=["on", "off"])
+    algorithm.add_argument(
+        "--draft-noise",
+        choices=["on", "off"],
+        default="on",
+        help="at T > 0, rank the drafter's candidates with the target's noise (default: on)",
+    )
     algorithm.add_argument("--compare", action="store_true", help="all modes on the same prompts")
     output = parser.add_argument_group("output")
     output.add_argument("--max-new-tokens", type=int, default=256, metavar="N")
     output.add_argument("--temperature", type=float, default=0.0, metavar="T")
     output.add_argument("--seed", type=int, default=0, metavar="S")
+    output.add_argument("--n", type=int, default=1, metavar="N", help="samples of each prompt")
+    output.add_argument("--top-k", type=int, default=0, metavar="K", help="0: all")
+    output.add_argument("--top-p", type=float, default=1.0, metavar="P")
+    output.add_argument("--min-p", type=float, default=0.0, metavar="P")
+    output.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R")
+    output.add_argument("--presence-penalty", type=float, default=0.0, metavar="P")
+    output.add_argument("--frequency-penalty", type=float, default=0.0, metavar="F")
+    output.add_argument(
+        "--logit-bias", metavar="ID=V", action="append", default=[], help="may be repeated"
+    )
+    output.add_argument("--min-new-tokens", type=int, default=0, metavar="N")
+    output.add_argument(
+        "--stop", metavar="TEXT", action="append", default=[], help="may be repeated"
+    )
+    output.add_argument(
+        "--logprobs", action="store_true", help="of the output tokens, in the result of --json"
+    )
     output.add_argument("--ignore-eos", action="store_true")
     output.add_argument("--json", metavar="FILE|-", help="machine-readable result")
     output.add_argument("--quiet", action="store_true", help="no statistics")
@@ -105,8 +118,6 @@ def _refuse_unsupported(args) -> None:
     given = [flag for flag in _NOT_YET if getattr(args, flag[2:].replace("-", "_")) is not None]
     if args.tree_budget == "auto":
         given.append("--tree-budget auto")
-    if args.draft_noise == "on":
-        given.append("--draft-noise on")
     if given:
         raise InputError(f"{', '.join(given)}: not supported yet")
 
@@ -118,6 +129,20 @@ def _budget(given: str | None) -> int | None:
         return int(given)
     except ValueError:
         raise InputError(f"--tree-budget is {given!r}; expected a number or auto") from None
+
+
+def _logit_bias(given: Sequence[str]) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for entry in given:
+        token, _, value = entry.partition("=")
+        try:
+            number, bias = int(token), float(value)
+        except ValueError:
+            raise InputError(f"--logit-bias is {entry!r}; expected ID=V, as in 42=-1.5") from None
+        if number in found:
+            raise InputError(f"--logit-bias names token {number} twice; expected once")
+        found[number] = bias
+    return found
 
 
 def _conversations(args) -> list[Conversation]:
@@ -162,13 +187,14 @@ class Run:
         generation = self.generation
         return {
             "prompt_index": self.prompt_index,
-            "sample_index": 0,
+            "sample_index": generation.sample_index,
             "turn": self.turn,
             "mode": generation.mode,
             "tree_budget": generation.tree_budget,
             "prompt_tokens": len(generation.prompt_ids),
             "output_ids": generation.output_ids,
             "text": generation.text,
+            **({} if generation.log_probs is None else {"logprobs": generation.log_probs}),
             "finish_reason": generation.finish_reason,
             "rounds": generation.rounds,
             "accept_lengths": generation.accept_lengths,
@@ -218,15 +244,15 @@ class _Session:
             ids = [self._ids(self.conversations[index], answers[index]) for index in members]
             names = [f"prompt {index}" + (f", turn {turn}," if turn else "") for index in members]
             self.engine.check(ids, [options] * len(ids), names)
-            for index, run in zip(
-                members, self._decode_turn(members, turn, ids, options, show), strict=True
-            ):
+            runs = self._decode_turn(members, turn, ids, options, show)
+            # Only where there is one sample of each does a conversation go on.
+            for index, run in zip(members, runs[:: options.n], strict=True):
                 answers[index].append(run.generation.text or "")
 
     def _decode_turn(self, members, turn, ids, options: Options, show: bool) -> list[Run]:
         tokenizer = self.engine.tokenizer
         streaming = show and self.engine.batch_size == 1 and not self.args.no_stream
-        runs: dict[int, Run] = {}
+        runs: dict[tuple[int, int], Run] = {}
         decoder = None
         waiting = self.status.status("Loading and compiling")
         waiting.start()
@@ -244,11 +270,15 @@ class _Session:
                         self.args.dtype,
                         self.engine.attention,
                     )
-                    runs[event.index] = run
+                    runs[event.index, event.sample] = run
                     self.runs.append(run)
                     if streaming:
-                        self._header(members[event.index], turn)
-                        decoder = text.StreamDecoder(tokenizer) if tokenizer else None
+                        self._header(run)
+                        decoder = None
+                        if tokenizer:
+                            decoder = text.StreamDecoder(
+                                tokenizer, options.stop, options.min_new_tokens
+                            )
                 if streaming:
                     if decoder:
                         piece = decoder.push(event.tokens, final=event.done)
@@ -258,7 +288,7 @@ class _Session:
                 if event.done:
                     self.engine.with_text(generation)
                     if show and not streaming:
-                        self._header(members[event.index], turn)
+                        self._header(runs[event.index, event.sample])
                         shown = generation.text if tokenizer else generation.output_ids
                         self._show(f"{shown}\n")
         finally:
@@ -268,7 +298,7 @@ class _Session:
                 self.seconds[run.group] = self.seconds.get(run.group, 0.0)
             if runs:
                 self.seconds[next(iter(runs.values())).group] += time.perf_counter() - began
-        return [runs[place] for place in range(len(members))]
+        return [runs[place] for place in sorted(runs)]
 
     def _show(self, piece: str) -> None:
         """Prints at once. When the reader has gone, decoding goes on only for --json."""
@@ -286,9 +316,11 @@ class _Session:
             found.setdefault(run.group, []).append(run)
         return list(found.values())
 
-    def _header(self, index: int, turn: int) -> None:
-        if len(self.conversations) > 1 or len(self.conversations[0]) > 1:
-            self._show(f"--- prompt {index}" + (f", turn {turn}" if turn else "") + "\n")
+    def _header(self, run: Run) -> None:
+        if len(self.conversations) > 1 or len(self.conversations[0]) > 1 or self.args.n > 1:
+            name = f"--- prompt {run.prompt_index}" + (f", turn {run.turn}" if run.turn else "")
+            name += f", sample {run.generation.sample_index}" if self.args.n > 1 else ""
+            self._show(name + "\n")
 
 
 def _summary(runs: Sequence[Run], seconds: float | None) -> dict[str, Any]:
@@ -395,8 +427,31 @@ def command(argv: Sequence[str]) -> int:
         seed=args.seed,
         stop_ids=() if args.ignore_eos else None,
         chain_seed=args.chain_seed,
+        draft_noise=args.draft_noise == "on",
+        n=args.n,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        logit_bias=_logit_bias(args.logit_bias),
+        repetition_penalty=args.repetition_penalty,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
+        min_new_tokens=args.min_new_tokens,
+        stop=tuple(args.stop),
+        log_probs=args.logprobs,
     )
+    if args.stop and args.prompt_ids is not None:
+        raise InputError("--stop needs a tokenizer; --prompt-ids loads none")
+    if args.logprobs and args.json is None:
+        raise InputError("--logprobs needs --json: they are shown nowhere else")
+    if args.batch_size is not None and args.n > args.batch_size > 0:
+        raise InputError(
+            f"--n is {args.n}; expected at most --batch-size, {args.batch_size}: the samples of a "
+            "prompt are decoded together"
+        )
     conversations = _conversations(args)
+    if args.n > 1 and any(len(conversation) > 1 for conversation in conversations):
+        raise InputError(f"--n is {args.n}; expected 1 for conversations of several turns")
     status = shell.console(stderr=True, quiet=args.quiet)
 
     def load(dtype: str) -> Engine:
@@ -406,7 +461,7 @@ def command(argv: Sequence[str]) -> int:
             dtype=dtype,
             revision=args.revision,
             draft_revision=args.draft_revision,
-            batch_size=args.batch_size,
+            batch_size=args.n if args.batch_size is None else args.batch_size,
             max_length=args.max_length,
             prefill_chunk=args.prefill_chunk,
             attention=args.attention,

@@ -73,12 +73,40 @@ def test_streamed_text_is_the_text(engine):
     assert "".join(api.stream(engine, PROMPTS[3], **options)) == text
 
 
-def test_sampled_text_does_not_depend_on_the_tree(engine):
-    texts = {
-        api.generate(engine, PROMPTS[5], max_new_tokens=24, temperature=0.7, seed=3, **mode).text
-        for mode in ({"mode": "ar"}, {"mode": "dflash"}, {"mode": "ddtree", "tree_budget": 15})
-    }
-    assert len(texts) == 1
+FILTERS = (
+    {"temperature": 0.3, "top_k": 20},
+    {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2},
+    {"temperature": 1.0},
+    {"temperature": 1.0, "min_p": 0.05, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+    {"temperature": 1.5, "top_p": 0.8, "logit_bias": {28: -5.0}},
+)
+
+
+def test_sampled_text_does_not_depend_on_the_tree():
+    """Every kind of sampling, BUNDLED_SEEDS seeds (default 1); and the noise is worth knowing."""
+    seeds = range(int(os.environ.get("BUNDLED_SEEDS", "1")))
+    engine = api.load(dtype="float32", batch_size=5)
+    prompt = api.encode(engine, PROMPTS[5])
+    modes = [
+        {"mode": "ar"},
+        {"mode": "dflash"},
+        {"mode": "ddtree", "tree_budget": 15},
+        {"mode": "ddtree", "tree_budget": 15, "draft_noise": False},
+    ]
+    texts, taus = [], []
+    for mode in modes:
+        asked = [
+            Options(max_new_tokens=24, stop_ids=(), seed=seed, **each, **mode)
+            for seed in seeds
+            for each in FILTERS
+        ]
+        results = engine.generate([prompt] * len(asked), asked)
+        texts.append([result.output_ids for result in results])
+        lengths = [length for result in results for length in result.accept_lengths]
+        taus.append(sum(lengths) / len(lengths))
+    assert texts[1:] == texts[:1] * (len(modes) - 1)
+    assert len({tuple(text) for text in texts[0]}) == len(texts[0])
+    assert taus[2] > 1.05 * taus[3]
 
 
 def test_command_line(tmp_path, capsys):
