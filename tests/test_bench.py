@@ -24,7 +24,7 @@ NAME = "qwen3_gqa"
 
 def test_round_measures_every_program(tmp_path, capsys):
     out = tmp_path / "round.json"
-    argv = ["round", "--shape", "tiny", "--budget", "7", "--context", "20", "--rounds", "5"]
+    argv = ["round", "--shape", "tiny", "--budget", "7", "--context", "20,30", "--rounds", "5"]
     argv += ["--sampling"]
     assert main([*argv, "--dtype", "float32", "--json", str(out)]) == 0
     result = json.loads(out.read_text())
@@ -32,12 +32,14 @@ def test_round_measures_every_program(tmp_path, capsys):
     labels = [row["label"] for row in result["rows"]]
     assert labels[:3] == ["ar", "dflash", "ddtree 7"]
     kinds = ("temperature", "top-k", "top-p", "min-p", "penalties")
-    assert labels[3:] == [f"ddtree 7, {kind}" for kind in kinds]
+    assert labels[3:8] == [f"ddtree 7, {kind}" for kind in kinds]
+    assert labels[8:] == labels[:8]
+    assert [row["context"] for row in result["rows"]] == [20] * 8 + [30] * 8
     for row in result["rows"]:
         assert 0 < row["p10_ms"] <= row["median_ms"] <= row["p90_ms"]
         assert row["ratio"] == pytest.approx(row["median_ms"] / row["floor_ms"])
     floors = [row["floor_ms"] for row in result["rows"]]
-    assert floors[0] < floors[1] == floors[2] == floors[-1]
+    assert floors[0] < floors[1] == floors[2] == floors[7] < floors[-1]
     assert set(result["rows"][2]["stages_ms"]) == {"draft", "tree", "verify", "head and accept"}
     assert "tiny, random weights" in capsys.readouterr().out
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pairs import ORACLE, golden
 
 from ddtree_jax import text
-from ddtree_jax.commands import decode
+from ddtree_jax.commands import decode, shell
 from ddtree_jax.commands.prompts import from_file
 
 NAME = "qwen3_gqa"
@@ -172,6 +172,15 @@ def test_json_paths_that_cannot_be_written(capsys, ids, tmp_path):
     argv = [*PAIR, "--prompt-ids", ids(), "--json"]
     refused(capsys, [*argv, str(tmp_path)], str(tmp_path), "folder")
     refused(capsys, [*argv, str(tmp_path / "file" / "out.json")], "out.json", "cannot be written")
+
+
+def test_a_folder_without_permission(capsys, ids, tmp_path, monkeypatch):
+    """The tests may run as root, whom nothing is forbidden: the system's answer is changed."""
+    asked = []
+    monkeypatch.setattr(shell.os, "access", lambda *question: asked.append(question))
+    argv = [*PAIR, "--prompt-ids", ids(), "--json", str(tmp_path / "out.json")]
+    refused(capsys, argv, "out.json", f"no permission for {tmp_path.resolve()}")
+    assert asked == [(tmp_path.resolve(), shell.os.W_OK)]
     assert (tmp_path / "file").read_text() == "kept"
 
 

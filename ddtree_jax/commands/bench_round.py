@@ -5,6 +5,7 @@ Random weights measure cost per round and never a speed-up: nothing they draft i
 
 import collections
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ from rich.table import Table
 
 from ddtree_jax import api, rounds
 from ddtree_jax.commands import shell
-from ddtree_jax.engine import Engine, Options, bucket
+from ddtree_jax.engine import ATTENTION, Engine, Options, bucket
 from ddtree_jax.errors import InputError
 from ddtree_jax.models import Models, parameter_name, parameter_shapes
 from ddtree_jax.models.recurrent import RecurrentLayer
@@ -25,6 +26,7 @@ from ddtree_jax.rounds import DecodeState
 from ddtree_jax.sampling import GREEDY
 from ddtree_jax.shapes import SHAPES
 from ddtree_jax.tree import Tree
+from kernels_pallas.rows import total
 
 WARM_UP = 10
 # Beside the greedy round, what sampling adds to it.
@@ -43,10 +45,13 @@ def add_parser(commands) -> None:
     add = parser.add_argument
     add("--shape", choices=sorted(SHAPES), default="qwen3-8b")
     add("--budget", default="63", help="tree budgets, as in 15,31,63")
-    add("--context", type=int, default=1024, help="committed tokens before the first round")
+    add(
+        "--context", default="1024", help="committed tokens before the first round, as in 1024,8192"
+    )
     add("--rounds", type=int, default=60)
     add("--sampling", action="store_true", help="tree rounds with each kind of sampling, too")
     add("--dtype", choices=list(api.DTYPES), default="bfloat16")
+    add("--attention", choices=list(ATTENTION), default="auto", help="reference: no kernels at all")
     add("--json", metavar="FILE|-")
     add("--debug", action="store_true")
 
@@ -188,21 +193,30 @@ def recurrent_part(models: Models, state: DecodeState, tree: Tree) -> tuple[jax.
     x = target.embed(tree.tokens)
     layers = [layer for layer in target.layers if isinstance(layer, RecurrentLayer)]
     for layer, carried in zip(layers, state.cache.recurrent, strict=True):
-        y, nodes = layer.delta(layer.input_norm(x), carried, paths)
-        x = x + y
+        parts, nodes = layer.delta(layer.input_norm(x), carried, paths)
+        x = x + total(parts, x.dtype).reshape(x.shape)
         pending.append(nodes)
     return x, pending
+
+
+def _numbers(args, name: str) -> list[int]:
+    """The value of a flag that takes one number or several."""
+    text = getattr(args, name)
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(f"--{name} is {text!r}; expected numbers as in 15,63") from None
+    if min(numbers) < 1:
+        raise InputError(f"--{name} holds {min(numbers)}; expected at least 1")
+    return numbers
 
 
 def run(args) -> int:
     if args.json:
         shell.check_writable(args.json)
-    try:
-        budgets = [int(part) for part in args.budget.split(",")]
-    except ValueError:
-        raise InputError(f"--budget is {args.budget!r}; expected numbers as in 15,63") from None
-    if args.context < 1 or args.rounds < 1:
-        raise InputError("--context and --rounds must be at least 1")
+    budgets, contexts = (_numbers(args, name) for name in ("budget", "context"))
+    if args.rounds < 1:
+        raise InputError(f"--rounds is {args.rounds}; expected at least 1")
     target, drafter = SHAPES[args.shape]
     dtype = api.DTYPES[args.dtype]
     programs = [("ar", Options(mode="ar")), ("dflash", Options(mode="dflash"))]
@@ -214,26 +228,31 @@ def run(args) -> int:
                 (f"ddtree {budget}, {name}", dataclasses.replace(tree, **changes))
                 for name, changes in SAMPLING.items()
             ]
-    slots = bucket(args.context + 2 * (args.rounds + WARM_UP + AHEAD) + drafter.block_size)
+    more = 2 * (args.rounds + WARM_UP + AHEAD) + drafter.block_size
+    slots_of = {context: bucket(context + more) for context in contexts}
+    longest = max(target.max_position, *slots_of.values())
     console = shell.console(stderr=True)
     rows = []
     with console.status("Random weights") as status:
         abstract = nnx.eval_shape(lambda: Models(target, drafter, rngs=nnx.Rngs(0)))
         engine = Engine(
-            dataclasses.replace(target, max_position=max(target.max_position, slots)),
+            dataclasses.replace(target, max_position=longest),
             drafter,
             lambda: random_parameters(abstract, dtype),
             dtype=dtype,
+            attention=args.attention,
         )
         bandwidth = read_bandwidth()
-        for label, options in programs:
-            status.update(f"Measuring {label}")
-            times = measure(*engine.round_at(options, args.context, slots), args.rounds)
-            floor = 1e3 * bytes_read(engine, options.mode, args.context) / bandwidth
+        for context, (label, options) in itertools.product(contexts, programs):
+            status.update(f"Measuring {label}, context {context}")
+            slots = slots_of[context]
+            times = measure(*engine.round_at(options, context, slots), args.rounds)
+            floor = 1e3 * bytes_read(engine, options.mode, context) / bandwidth
             row: dict[str, Any] = {
                 "label": label,
                 "mode": options.mode,
                 "tree_budget": options.tree_budget,
+                "context": context,
                 "rounds": args.rounds,
                 "median_ms": float(np.median(times)),
                 "p10_ms": float(np.percentile(times, 10)),
@@ -242,21 +261,21 @@ def run(args) -> int:
                 "ratio": float(np.median(times)) / floor,
             }
             if options == Options(mode="ddtree", tree_budget=options.tree_budget):
-                row["stages_ms"] = stages(engine, options, args.context, slots)
+                row["stages_ms"] = stages(engine, options, context, slots)
             rows.append(row)
     device = jax.devices()[0].device_kind
     table = Table(
-        title=f"{args.shape}, random weights, {args.dtype}, context {args.context}, {device}; "
-        f"reads at {bandwidth / 1e9:.0f} GB/s"
+        title=f"{args.shape}, random weights, {args.dtype}, {device}, attention: "
+        f"{engine.attention}; reads at {bandwidth / 1e9:.0f} GB/s"
     )
-    columns = ["program", "median ms", "p10", "p90", "floor ms", "ratio"]
-    columns += list(rows[-1].get("stages_ms", {}))
+    columns = ["program", "context", "median ms", "p10", "p90", "floor ms", "ratio"]
+    columns += next((list(row["stages_ms"]) for row in rows if "stages_ms" in row), [])
     for column in columns:
         table.add_column(column, justify="left" if column == "program" else "right")
     for row in rows:
         numbers = [row[key] for key in ("median_ms", "p10_ms", "p90_ms", "floor_ms", "ratio")]
         numbers += list(row.get("stages_ms", {}).values())
-        table.add_row(row["label"], *(f"{number:.3g}" for number in numbers))
+        table.add_row(row["label"], str(row["context"]), *(f"{number:.3g}" for number in numbers))
     if args.json != "-":
         shell.console().print(table)
     if args.json:
@@ -265,7 +284,7 @@ def run(args) -> int:
             "shape": args.shape,
             "weights": "random",
             "dtype": args.dtype,
-            "context": args.context,
+            "attention": engine.attention,
             "device": device,
             "read_bytes_per_s": bandwidth,
             "rows": rows,
