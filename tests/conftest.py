@@ -25,7 +25,7 @@ def pytest_configure(config):
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(config, items):
     """For `--dist loadgroup`: what shares engines runs in one worker (a golden pair, a file)."""
-    if config.pluginmanager.hasplugin("xdist"):
+    if getattr(config.option, "loadgroup", False):  # set in xdist's workers
         for item in items:
             parameters = getattr(item, "callspec", None)
             pair = parameters.params.get("pair", "") if parameters else ""

@@ -13,8 +13,9 @@ from test_decode_command import write_tokenizer
 
 from ddtree_jax import Engine, rounds
 from ddtree_jax import tree as trees
+from ddtree_jax.commands import bench_round
 from ddtree_jax.commands.bench import by_depth, main
-from ddtree_jax.commands.bench_round import bytes_read, recurrent_part
+from ddtree_jax.commands.bench_round import SAMPLING, bytes_read, recurrent_part
 from ddtree_jax.models import Models
 from ddtree_jax.shapes import SHAPES
 from ddtree_jax.training import prompts
@@ -22,8 +23,10 @@ from ddtree_jax.training import prompts
 NAME = "qwen3_gqa"
 
 
-def test_round_measures_every_program(tmp_path, capsys):
+def test_round_measures_every_program(tmp_path, capsys, monkeypatch):
     out = tmp_path / "round.json"
+    every = {name: value for kind in SAMPLING.values() for name, value in kind.items()}
+    monkeypatch.setattr(bench_round, "SAMPLING", {"everything": every})
     argv = ["round", "--shape", "tiny", "--budget", "7", "--context", "20,30", "--rounds", "5"]
     argv += ["--sampling"]
     assert main([*argv, "--dtype", "float32", "--json", str(out)]) == 0
@@ -31,15 +34,14 @@ def test_round_measures_every_program(tmp_path, capsys):
     assert result["weights"] == "random"
     labels = [row["label"] for row in result["rows"]]
     assert labels[:3] == ["ar", "dflash", "ddtree 7"]
-    kinds = ("temperature", "top-k", "top-p", "min-p", "penalties")
-    assert labels[3:8] == [f"ddtree 7, {kind}" for kind in kinds]
-    assert labels[8:] == labels[:8]
-    assert [row["context"] for row in result["rows"]] == [20] * 8 + [30] * 8
+    assert labels[3] == "ddtree 7, everything"
+    assert labels[4:] == labels[:4]
+    assert [row["context"] for row in result["rows"]] == [20] * 4 + [30] * 4
     for row in result["rows"]:
         assert 0 < row["p10_ms"] <= row["median_ms"] <= row["p90_ms"]
         assert row["ratio"] == pytest.approx(row["median_ms"] / row["floor_ms"])
     floors = [row["floor_ms"] for row in result["rows"]]
-    assert floors[0] < floors[1] == floors[2] == floors[7] < floors[-1]
+    assert floors[0] < floors[1] == floors[2] == floors[3] < floors[-1]
     assert set(result["rows"][2]["stages_ms"]) == {"draft", "tree", "verify", "head and accept"}
     assert "tiny, random weights" in capsys.readouterr().out
 

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 from ddtree_jax import filters, penalties, rounds
 from ddtree_jax import tree as trees
 from ddtree_jax.sampling import Request, Sampler, scores
+from kernels_pallas import draft_tree
 
 GOLDEN = load_file(ORACLE / "processors.safetensors")
 LOGITS, TEXT = GOLDEN["logits"], GOLDEN["text"]
@@ -148,7 +149,7 @@ def test_a_node_is_penalised_for_its_own_path(data):
         jnp.array([tokens]),
         jnp.array([parents]),
         depths,
-        trees.ancestor_matrix(jnp.array([parents]), n),
+        draft_tree.ancestor_matrix(jnp.array([parents]), n),
         jnp.ones((1, n), bool),
     )
     generator = np.random.default_rng(data.draw(st.integers(0, 99)))

@@ -53,7 +53,8 @@ FILTERS = dict(
     repetition_penalty=1.3, presence_penalty=0.3, frequency_penalty=-0.6, log_probs=True,
 )  # fmt: skip
 CASES = [
-    ("qwen3_gqa", ["1x2"], MODES, [0.0, 0.8], {}),
+    ("qwen3_gqa", ["1x2"], MODES, [0.8], {}),
+    ("qwen3_gqa", ["1x2"], ["ddtree"], [0.0], {}),
     ("swa_causal", ["1x2"], ["dflash"], [0.0], {}),
     # The vocabulary of 100 does not divide.
     ("llama_gqa3", ["1x2"], ["ddtree"], [0.8], {}),
