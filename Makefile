@@ -15,7 +15,7 @@ test: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n auto --dist loadgroup
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 # The real pair end to end; takes minutes, so it is not part of `make test`.
 main-job: $(INSTALLED) $(BUNDLED)

@@ -22,16 +22,6 @@ def pytest_configure(config):
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
-def pytest_collection_modifyitems(config, items):
-    """For `--dist loadgroup`: what shares engines runs in one worker (a golden pair, a file)."""
-    if getattr(config.option, "loadgroup", False):  # set in xdist's workers
-        for item in items:
-            parameters = getattr(item, "callspec", None)
-            pair = parameters.params.get("pair", "") if parameters else ""
-            item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}-{pair}"))
-
-
 @pytest.fixture(scope="session")
 def golden_engine():
     """golden_engine(pair): a float32 engine of 16 rows, one a pair, and its programs, shared."""

@@ -172,6 +172,7 @@ def test_json_paths_that_cannot_be_written(capsys, ids, tmp_path):
     argv = [*PAIR, "--prompt-ids", ids(), "--json"]
     refused(capsys, [*argv, str(tmp_path)], str(tmp_path), "folder")
     refused(capsys, [*argv, str(tmp_path / "file" / "out.json")], "out.json", "cannot be written")
+    assert (tmp_path / "file").read_text() == "kept"
 
 
 def test_a_folder_without_permission(capsys, ids, tmp_path, monkeypatch):
@@ -181,7 +182,6 @@ def test_a_folder_without_permission(capsys, ids, tmp_path, monkeypatch):
     argv = [*PAIR, "--prompt-ids", ids(), "--json", str(tmp_path / "out.json")]
     refused(capsys, argv, "out.json", f"no permission for {tmp_path.resolve()}")
     assert asked == [(tmp_path.resolve(), shell.os.W_OK)]
-    assert (tmp_path / "file").read_text() == "kept"
 
 
 @pytest.fixture
