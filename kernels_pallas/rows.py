@@ -84,7 +84,9 @@ def head_rows_reference(
     q, k, v = jnp.split(qkv, [shape[1] - 2, shape[1] - 1], axis=2)
     if norms is not None:
         q, k = rms_norm(q, norms[0], eps, centred), rms_norm(k, norms[1], eps, centred)
-    return jnp.concatenate([rotate(q, tables), rotate(k, tables), v], axis=2)
+    # Without the barrier each reader of the result computes its part of it again.
+    qkv = jnp.concatenate([rotate(q, tables), rotate(k, tables), v], axis=2)
+    return lax.optimization_barrier(qkv)
 
 
 def add_norm_unsupported(d: int, dtype) -> str | None:
