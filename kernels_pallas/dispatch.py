@@ -61,9 +61,7 @@ class Kernels:
         centred: bool = False,
     ) -> jax.Array:
         arguments = (parts_smc, tables, norms, eps, shape, dtype)
-        rotated = 2 * tables[0].shape[1]
-        reason = rows.head_rows_unsupported(parts_smc, shape[2], rotated, dtype)
-        if self.mosaic and reason is None:
+        if self.mosaic and rows.head_rows_unsupported(shape[2], dtype) is None:
             return rows.head_rows(*arguments, centred=centred, interpret=self.interpret)
         return rows.head_rows_reference(*arguments, centred=centred)
 

@@ -12,9 +12,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas import mosaic
-from kernels_pallas.mosaic import COLUMN_VECTOR, ROWS, WGMMA
-
 
 def total(parts_smd: jax.Array, dtype) -> jax.Array:
     """[m, d], the sum of the parts."""
@@ -96,19 +93,11 @@ def add_norm_unsupported(d: int, dtype) -> str | None:
     return f"rows of {d}; the kernel takes multiples of 128" if d % 128 else None
 
 
-def head_rows_unsupported(parts_smc: jax.Array, h: int, rotated: int, dtype) -> str | None:
-    """Why `head_rows` cannot make heads of h from these partial sums, or None."""
+def head_rows_unsupported(h: int, dtype) -> str | None:
+    """Why `head_rows` cannot make heads of h, or None."""
     if dtype != jnp.bfloat16:
         return f"{jnp.dtype(dtype).name}; the kernel makes bfloat16"
-    if h not in (64, 128, 256):
-        return f"head size {h}; the kernel takes 64, 128 or 256"
-    if rotated != h:
-        return f"{rotated} of {h} dimensions are rotated; the kernel rotates all"
-    width = parts_smc.shape[0] * parts_smc.dtype.itemsize + 6  # the tables and the result
-    needed = ROWS * h * width
-    if needed > mosaic.SHARED_BYTES:
-        return f"{parts_smc.shape[0]} partial sums; {needed} bytes do not fit"
-    return None
+    return f"head size {h}; the kernel takes multiples of 128" if h % 128 else None
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "centred", "interpret"))
@@ -165,94 +154,62 @@ def head_rows(
     centred: bool = False,
     interpret=None,
 ) -> jax.Array:
-    """The kernel; arguments as for the reference. A block has one head of 64 rows."""
-    _, slots, h = shape
-    count = parts_smc.shape[1]
-    parts_smc, cos, sin = mosaic.pad_rows(parts_smc, 1), *map(mosaic.pad_rows, tables)
+    """The kernel; arguments as for the reference. A block has one KV head's group of one row."""
+    groups, slots, h = shape
     s, m, columns = parts_smc.shape
-    half = h // 2
-    source = parts_smc.dtype
+    half = tables[0].shape[1]
+    # As wide as a head: what is not rotated is multiplied by 1.
+    cos, sin = (
+        jnp.concatenate([t, t, jnp.full((m, h - 2 * half), rest, jnp.float32)], axis=1)
+        for t, rest in zip(tables, (1.0, 0.0), strict=True)
+    )
+    width = h + 2 * half  # a head with room on both sides, to be read from half a rotation off
 
     def head_rows_kernel(parts_ref, cos_ref, sin_ref, *refs):
-        norm_refs, refs = (refs[:2], refs[2:]) if norms is not None else ((), refs)
-        o_ref, parts_smem, table_smem, o_smem, barrier = refs
-        head = lax.axis_index("head")
-        kind = lax.rem(head, slots)
-        rows = pl.ds(lax.axis_index("row") * ROWS, ROWS)
-        halves = [pl.ds(head * h, half), pl.ds(head * h + half, half)]
-        for part in range(s):
-            for i, columns_of in enumerate(halves):
-                plgpu.copy_gmem_to_smem(
-                    parts_ref.at[part, rows, columns_of], parts_smem.at[part, i], barrier
-                )
-        for i, table in enumerate((cos_ref, sin_ref)):
-            plgpu.copy_gmem_to_smem(table.at[rows], table_smem.at[i], barrier)
-        plgpu.barrier_wait(barrier)
-
-        def load(ref):
-            return plgpu.load(ref, layout=WGMMA).astype(jnp.float32)
+        norm_refs, (o_ref, heads_smem) = refs[:-2], refs[-2:]
+        row, group = lax.axis_index("row"), lax.axis_index("group")
 
         def rounded(x):
             return x.astype(jnp.bfloat16).astype(jnp.float32)
 
-        raw = []
-        for i in range(2):
-            y = load(parts_smem.at[0, i])
-            for part in range(1, s):
-                y = y + load(parts_smem.at[part, i])
-            raw.append(rounded(y))
-        first, second = raw
-        if norms is not None:
-            mean = ((first * first).sum(axis=1) + (second * second).sum(axis=1)) / h
-            scale = lax.broadcast_in_dim(lax.rsqrt(mean + eps), first.shape, [0])
-            is_key = (kind == slots - 2).astype(jnp.float32)
+        def head(slot):
+            return pl.ds((group * slots + slot) * h, h)
 
-            def weigh(x, i):
-                q_weight, k_weight = (
-                    plgpu.load(
-                        ref.at[pl.ds(i * half, half)], layout=COLUMN_VECTOR, optimized=False
-                    ).astype(jnp.float32)
-                    for ref in norm_refs
-                )
-                weight = q_weight * (1.0 - is_key) + k_weight * is_key
+        def total_of(slot):
+            parts = (parts_ref[part, row, head(slot)].astype(jnp.float32) for part in range(s))
+            return rounded(functools.reduce(lambda a, b: a + b, parts))
+
+        # All reads first, so that they are under way together.
+        heads = [total_of(slot) for slot in range(slots)]
+        o_ref[row, head(slots - 1)] = heads[-1].astype(jnp.bfloat16)
+        for slot, x in enumerate(heads[:-1]):
+            if norms is not None:
+                scale = lax.rsqrt(jnp.sum(x * x) / h + eps)
+                weight = norm_refs[slot == slots - 2][...].astype(jnp.float32)
                 if centred:
-                    return rounded(x * scale * lax.broadcast_in_dim(1.0 + weight, x.shape, [1]))
-                return rounded(rounded(x * scale) * lax.broadcast_in_dim(weight, x.shape, [1]))
+                    x = rounded(x * scale * (1.0 + weight))
+                else:
+                    x = rounded(rounded(x * scale) * weight)
+            heads[slot] = x
+            heads_smem[pl.ds(slot * width + half, h)] = x
+        plgpu.commit_smem()  # every thread reads what others wrote
+        cos, sin = cos_ref[row], sin_ref[row]
+        index = lax.broadcasted_iota(jnp.int32, (h,), 0)
+        for slot, x in enumerate(heads[:-1]):
+            after = heads_smem[pl.ds(slot * width + 2 * half, h)]
+            before = heads_smem[pl.ds(slot * width, h)]
+            other = jnp.where(index < half, -after, jnp.where(index < 2 * half, before, 0.0))
+            o_ref[row, head(slot)] = (x * cos + other * sin).astype(jnp.bfloat16)
 
-            first, second = weigh(first, 0), weigh(second, 1)
-        cos, sin = load(table_smem.at[0]), load(table_smem.at[1])
-        is_value = kind == slots - 1
-
-        @pl.when(is_value)
-        def _():
-            for i in range(2):
-                o_smem[i] = raw[i].astype(jnp.bfloat16)
-
-        @pl.when(~is_value)
-        def _():
-            o_smem[0] = (first * cos - second * sin).astype(jnp.bfloat16)
-            o_smem[1] = (second * cos + first * sin).astype(jnp.bfloat16)
-
-        plgpu.commit_smem()
-        for i, columns_of in enumerate(halves):
-            plgpu.copy_smem_to_gmem(o_smem.at[i], o_ref.at[rows, columns_of])
-        plgpu.wait_smem_to_gmem(0)
-
-    f32 = mosaic.tiles(half, jnp.float32)
     y = plgpu.kernel(
         head_rows_kernel,
         out_type=jax.ShapeDtypeStruct((m, columns), jnp.bfloat16),
-        grid=(columns // h, -(-m // ROWS)),
-        grid_names=("head", "row"),
+        grid=(m, groups),
+        grid_names=("row", "group"),
         num_threads=1,
         thread_name="wg",
-        scratch_types=(
-            plgpu.SMEM((s, 2, ROWS, half), source, transforms=mosaic.tiles(half, source)),
-            plgpu.SMEM((2, ROWS, half), jnp.float32, transforms=f32),
-            plgpu.SMEM((2, ROWS, half), jnp.bfloat16, transforms=mosaic.tiles(half, jnp.bfloat16)),
-            plgpu.Barrier(num_arrivals=2 * s + 2),
-        ),
+        scratch_types=(plgpu.SMEM(((slots - 1) * width,), jnp.float32),),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )(parts_smc, cos, sin, *(norms or ()))
-    return y[:count].reshape(count, *shape)
+    return y.reshape(m, *shape)

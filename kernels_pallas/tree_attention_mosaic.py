@@ -38,7 +38,8 @@ from kernels_pallas.mosaic import MULTIPROCESSORS, ROW_VECTOR, ROWS, WGMMA
 LOWEST = -1e30  # the initial maximum
 LOG2_E = math.log2(math.e)
 LONG = 4096  # cache slots from which wider key tiles pay
-PART = 64  # columns that are stored or combined at a time
+PART = 64  # columns that are stored at a time
+COMBINED = 16  # columns that a block combines: few, so that many blocks share the latency
 
 
 def unsupported_reason(
@@ -346,27 +347,27 @@ def _combine(o, m, total, *, batch: int, n: int, g: int, interpret) -> jax.Array
         inverse = 1.0 / jnp.where(norm == 0.0, 1.0, norm)
         y = None
         for split, weight in enumerate(weights):
-            source = o_ref.at[split, z_index, rows, pl.ds(part * PART, PART)]
+            source = o_ref.at[split, z_index, rows, pl.ds(part * COMBINED, COMBINED)]
             x = plgpu.load(source, layout=WGMMA, optimized=False)
             x = x * lax.broadcast_in_dim(weight * inverse, x.shape, [0])
             y = x if y is None else y + x
         out_smem[...] = y.astype(jnp.bfloat16)
         plgpu.commit_smem()
         for j in range(g):
-            column = (lax.rem(z_index, kv_heads) * g + j) * h + part * PART
-            target = (z_index // kv_heads, pl.ds(tile * nodes, nodes), pl.ds(column, PART))
+            column = (lax.rem(z_index, kv_heads) * g + j) * h + part * COMBINED
+            target = (z_index // kv_heads, pl.ds(tile * nodes, nodes), pl.ds(column, COMBINED))
             plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(j * nodes, nodes)], out_ref.at[target])
         plgpu.wait_smem_to_gmem(0)
 
     return plgpu.kernel(
         combine_kernel,
         out_type=jax.ShapeDtypeStruct((batch, n, kv_heads * g * h), jnp.bfloat16),
-        grid=(z, -(-n // nodes), h // PART),
+        grid=(z, -(-n // nodes), h // COMBINED),
         grid_names=("z", "tile", "part"),
         num_threads=1,
         thread_name="wg",
         scratch_types=(
-            plgpu.SMEM((ROWS, PART), jnp.bfloat16, transforms=mosaic.tiles(PART, jnp.bfloat16)),
+            plgpu.SMEM((ROWS, COMBINED), jnp.bfloat16, transforms=mosaic.tiles(COMBINED, jnp.bfloat16)),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,

@@ -194,26 +194,30 @@ def test_add_norm_equals_the_reference(m, s, centred):
 
 
 @pytest.mark.parametrize(
-    ("m", "s", "h", "normed"), [(1, 4, 128, True), (20, 1, 64, False), (70, 2, 128, True)]
+    ("m", "s", "h", "rotated", "normed", "centred"),
+    [
+        (1, 4, 128, 128, True, False),
+        (5, 1, 256, 64, False, False),
+        (9, 2, 128, 64, True, True),
+        (3, 3, 256, 256, True, False),
+    ],
 )
-def test_head_rows_equal_the_reference(m, s, h, normed):
+def test_head_rows_equal_the_reference(m, s, h, rotated, normed, centred):
     shape = (2, 4, h)
     dtype = jnp.float32 if s > 1 else jnp.bfloat16
-    angles = normal(1, m, h // 2, dtype=jnp.float32)
+    angles = normal(1, m, rotated // 2, dtype=jnp.float32)
     norms = (normal(2, h), normal(3, h)) if normed else None
     arguments = normal(0, s, m, 8 * h, dtype=dtype), (jnp.cos(angles), jnp.sin(angles)), norms
-    centred = m == 70
     kernel = functools.partial(rows.head_rows, eps=1e-6, shape=shape, centred=centred)
     wanted = rows.head_rows_reference(*arguments, 1e-6, shape, jnp.bfloat16, centred=centred)
     close(interpreted(kernel, *arguments), wanted, 4e-2)
     assert lowered(kernel, *arguments) == 1
 
 
-def test_partial_sums_that_do_not_fit_are_left_to_the_reference():
-    parts = jax.ShapeDtypeStruct((4, 8, 1024), jnp.float32)
-    assert "do not fit" in rows.head_rows_unsupported(parts, 256, 256, jnp.bfloat16)
-    assert "64 of 128" in rows.head_rows_unsupported(parts, 128, 64, jnp.bfloat16)
-    assert rows.head_rows_unsupported(parts, 128, 128, jnp.bfloat16) is None
+def test_unsupported_heads_are_left_to_the_reference():
+    assert "head size 64" in rows.head_rows_unsupported(64, jnp.bfloat16)
+    assert "float32" in rows.head_rows_unsupported(128, jnp.float32)
+    assert rows.head_rows_unsupported(256, jnp.bfloat16) is None
 
 
 # Commit.
