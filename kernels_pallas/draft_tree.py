@@ -182,11 +182,12 @@ def grow(
             best = jnp.max(score)
             # The first in the order of tuples among the best; places are distinct.
             key = jnp.where(score == best, place * 1024 + index, jnp.iinfo(jnp.int32).max)
-            slot = jnp.min(key) & 1023
+            first = jnp.min(key)
+            slot, at = first & 1023, first >> 10
             if chain_seed:
                 slot = jnp.where(step < levels, step, slot)
                 best = jnp.max(jnp.where(index == slot, score, WORST))
-            at = jnp.max(jnp.where(index == slot, place, 0))
+                at = jnp.max(jnp.where(index == slot, place, 0))
             live = best != WORST
             depth, rank, parent, above = (slots[field * size + slot] for field in range(4))
             rank_ref[row, step] = jnp.where(live, rank, -1)

@@ -208,6 +208,14 @@ def test_draft_candidates(kind, ranks):
         assert (scores[..., 0] == 0).all()
 
 
+@pytest.mark.parametrize("ranks", [100, 128, 129, 300])
+def test_selection_in_passes_is_one_selection(ranks):
+    logits = jnp.asarray(np.random.default_rng(4).permutation(1200).reshape(1, 3, 400), jnp.float32)
+    several = sampling.draft_candidates(logits, ranks, stable=False)
+    for got, wanted in zip(several, sampling.draft_candidates(logits, ranks), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
 def test_noisy_drafts_foresee_the_choice():
     """The best candidate of a drafter that is a little wrong is the target's choice more often."""
     generator, count, slots = np.random.default_rng(3), 64, 5
