@@ -367,7 +367,9 @@ def _combine(o, m, total, *, batch: int, n: int, g: int, interpret) -> jax.Array
         num_threads=1,
         thread_name="wg",
         scratch_types=(
-            plgpu.SMEM((ROWS, COMBINED), jnp.bfloat16, transforms=mosaic.tiles(COMBINED, jnp.bfloat16)),
+            plgpu.SMEM(
+                (ROWS, COMBINED), jnp.bfloat16, transforms=mosaic.tiles(COMBINED, jnp.bfloat16)
+            ),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
