@@ -351,16 +351,28 @@ def draft(models: Models, state: DecodeState) -> tuple[jax.Array, Cache]:
         return models.target.logits(hidden[:, 1:]), draft_cache
 
 
+def head(models: Models, verified: tuple[jax.Array, jax.Array, Pending]) -> jax.Array:
+    """float32 logits [b, n, v] of a verified tree's nodes."""
+    with jax.named_scope("head"):
+        return models.target.logits(verified[0])
+
+
 def accept_and_commit(
-    models: Models, state: DecodeState, tree: Tree, verified, max_path: int, sampler: Sampler
+    models: Models,
+    state: DecodeState,
+    tree: Tree,
+    verified: tuple[jax.Array, jax.Array, Pending],
+    logits_bnv: jax.Array,
+    max_path: int,
+    sampler: Sampler,
 ) -> tuple[DecodeState, Emitted]:
     """Emits the path of a verified tree and the next bonus token, and commits the path."""
-    hidden, features, pending = verified
+    _, features, pending = verified
     with jax.named_scope("accept"):
         choice, log_probs = _choose(
             models,
             state,
-            models.target.logits(hidden),
+            logits_bnv,
             tree.depths,
             trees.path_tokens(tree, max_path - 1),
             state.length,
@@ -391,7 +403,8 @@ def _finish(
 ) -> tuple[DecodeState, Emitted]:
     tree = _whole_tiles(models, tree)
     verified = verify(models, state, tree)
-    return accept_and_commit(models, state, tree, verified, max_path, sampler)
+    logits = head(models, verified)
+    return accept_and_commit(models, state, tree, verified, logits, max_path, sampler)
 
 
 def grow_tree(

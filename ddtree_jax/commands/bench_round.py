@@ -16,17 +16,14 @@ import numpy as np
 from flax import nnx
 from rich.table import Table
 
-from ddtree_jax import api, rounds
-from ddtree_jax.commands import shell
+from ddtree_jax import api
+from ddtree_jax.commands import profile, shell, timing
+from ddtree_jax.commands.floors import bytes_read, read_bandwidth
+from ddtree_jax.commands.stages import stages
 from ddtree_jax.engine import ATTENTION, Engine, Options, bucket
 from ddtree_jax.errors import InputError
 from ddtree_jax.models import Models, parameter_name, parameter_shapes
-from ddtree_jax.models.recurrent import RecurrentLayer
-from ddtree_jax.rounds import DecodeState
-from ddtree_jax.sampling import GREEDY
 from ddtree_jax.shapes import SHAPES
-from ddtree_jax.tree import Tree
-from kernels_pallas.rows import total
 
 WARM_UP = 10
 # Beside the greedy round, what sampling adds to it.
@@ -37,6 +34,8 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "min-p": dict(temperature=1.0, min_p=0.05),
     "penalties": dict(repetition_penalty=1.1, presence_penalty=0.5),
 }
+TRACED = 20  # rounds that are measured on the device itself
+KERNELS_SHOWN = 25
 AHEAD = 2  # rounds dispatched before the oldest is waited for
 
 
@@ -50,6 +49,7 @@ def add_parser(commands) -> None:
     )
     add("--rounds", type=int, default=60)
     add("--sampling", action="store_true", help="tree rounds with each kind of sampling, too")
+    add("--kernels", action="store_true", help="the kernels of each program by time; needs a GPU")
     add("--dtype", choices=list(api.DTYPES), default="bfloat16")
     add("--attention", choices=list(ATTENTION), default="auto", help="reference: no kernels at all")
     add("--json", metavar="FILE|-")
@@ -73,53 +73,6 @@ def random_parameters(models: Models, dtype) -> dict[str, jax.Array]:
     return values
 
 
-def read_bandwidth() -> float:
-    """Bytes per second that a max-reduction reads, many launches in flight."""
-    size = 2**29 if jax.default_backend() == "cpu" else 2**32
-    data = jax.lax.bitcast_convert_type(
-        jax.random.bits(jax.random.key(0), (size // 2,), jnp.uint16), jnp.bfloat16
-    )
-    reduce = jax.jit(jnp.max)
-    reduce(data).block_until_ready()
-    best = 0.0
-    for _ in range(5):
-        started = time.perf_counter()
-        results = [reduce(data) for _ in range(10)]
-        results[-1].block_until_ready()
-        best = max(best, 10 * size / (time.perf_counter() - started))
-    return best
-
-
-def bytes_read(engine: Engine, mode: str, context: int) -> int:
-    """What a round must move: layers and head once (twice when it drafts), K/V and states.
-
-    A sliding layer reads its window; a recurrent state is read and written.
-    """
-    width = jnp.dtype(engine.dtype).itemsize
-    sizes = {
-        name: int(np.prod(shape.shape)) * shape.dtype.itemsize
-        for name, shape in zip(engine._leaf_names, engine._leaf_shapes, strict=True)
-    }
-    head = sizes.get("target.head_dv", sizes["target.embed_vd"])
-    layers = sum(size for name, size in sizes.items() if name.startswith("target.layers."))
-    drafter = sum(size for name, size in sizes.items() if name.startswith("drafter."))
-
-    def cache(config) -> int:
-        seen = sum(
-            min(context, window or context)
-            for layer, window in enumerate(config.windows)
-            if not config.is_recurrent(layer)
-        )
-        delta = config.delta
-        states = 0 if delta is None else 2 * 4 * len(delta.layers) * delta.state_size
-        return 2 * config.num_kv_heads * config.head_dim * seen * width + states
-
-    total = layers + head + cache(engine.target)
-    if mode != "ar":
-        total += drafter + head + cache(engine.drafter)
-    return total
-
-
 def measure(program: Callable, leaves, state, count: int) -> np.ndarray:
     """Milliseconds between the completions of consecutive rounds [count]."""
     flying: collections.deque = collections.deque()
@@ -136,69 +89,6 @@ def measure(program: Callable, leaves, state, count: int) -> np.ndarray:
     return 1e3 * np.diff(stamps)[WARM_UP:]
 
 
-def stages(engine: Engine, options: Options, context: int, slots: int) -> dict[str, float]:
-    """Milliseconds of a tree round's parts, each a program of its own, launched back to back."""
-    _, leaves, state = engine.round_at(options, context, slots)
-    budget = options.tree_budget or 0
-    assert engine.drafter is not None
-    block = engine.drafter.block_size
-    stable = jax.default_backend() == "cpu"
-
-    def part(function) -> Callable:
-        return jax.jit(lambda leaves, *rest: function(engine._merge(leaves), *rest))
-
-    draft = part(lambda models, state: rounds.draft(models, state)[0])
-    grow = part(
-        lambda models, bonus, logits: rounds.grow_tree(
-            models, bonus, logits, budget, stable_top_k=stable
-        )
-    )
-    verify = part(rounds.verify)
-
-    def finish(models, state, tree, verified):
-        after, emitted = rounds.accept_and_commit(models, state, tree, verified, block, GREEDY)
-        # Not donated here: returning K/V would add a copy of all slots to the measurement.
-        return emitted, after.length, after.features, after.cache.recurrent
-
-    logits = draft(leaves, state)
-    tree = grow(leaves, state.bonus, logits)
-    verified = verify(leaves, state, tree)
-    accept = part(finish)
-
-    def timed(call: Callable[[], Any]) -> float:
-        jax.block_until_ready(call())
-        laps = []
-        for _ in range(5):
-            started = time.perf_counter()
-            jax.block_until_ready([call() for _ in range(10)][-1])
-            laps.append((time.perf_counter() - started) / 10)
-        return 1e3 * float(np.median(laps))
-
-    laps = {
-        "draft": timed(lambda: draft(leaves, state)),
-        "tree": timed(lambda: grow(leaves, state.bonus, logits)),
-        "verify": timed(lambda: verify(leaves, state, tree)),
-        "head and accept": timed(lambda: accept(leaves, state, tree, verified)),
-    }
-    if engine.target.delta is not None:
-        recurrent = part(recurrent_part)
-        laps["of verify: Gated DeltaNet"] = timed(lambda: recurrent(leaves, state, tree))
-    return laps
-
-
-def recurrent_part(models: Models, state: DecodeState, tree: Tree) -> tuple[jax.Array, list]:
-    """The Gated DeltaNet of all recurrent layers in a row, projections included."""
-    target, pending = models.target, []
-    paths = target.paths(tree.ancestors, tree.depths, tree.max_depth, None)
-    x = target.embed(tree.tokens)
-    layers = [layer for layer in target.layers if isinstance(layer, RecurrentLayer)]
-    for layer, carried in zip(layers, state.cache.recurrent, strict=True):
-        parts, nodes = layer.delta(layer.input_norm(x), carried, paths)
-        x = x + total(parts, x.dtype).reshape(x.shape)
-        pending.append(nodes)
-    return x, pending
-
-
 def _numbers(args, name: str) -> list[int]:
     """The value of a flag that takes one number or several."""
     text = getattr(args, name)
@@ -209,6 +99,106 @@ def _numbers(args, name: str) -> list[int]:
     if min(numbers) < 1:
         raise InputError(f"--{name} holds {min(numbers)}; expected at least 1")
     return numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A program to measure, and where it begins."""
+
+    label: str
+    options: Options
+    context: int
+    slots: int
+
+    @property
+    def staged(self) -> bool:
+        """A greedy tree round, whose parts can be measured too."""
+        budget = self.options.tree_budget
+        return self.options == Options(mode="ddtree", tree_budget=budget)
+
+
+def wall_row(engine: Engine, case: Case, count: int, bandwidth: float) -> dict[str, Any]:
+    """What the host's clock says of one program."""
+    times = measure(*engine.round_at(case.options, case.context, case.slots), count)
+    floor = 1e3 * bytes_read(engine, case.options.mode, case.context) / bandwidth
+    return {
+        "label": case.label,
+        "mode": case.options.mode,
+        "tree_budget": case.options.tree_budget,
+        "context": case.context,
+        "rounds": count,
+        "median_ms": float(np.median(times)),
+        "p10_ms": float(np.percentile(times, 10)),
+        "p90_ms": float(np.percentile(times, 90)),
+        "floor_ms": floor,
+        "ratio": float(np.median(times)) / floor,
+    }
+
+
+def device_row(engine: Engine, case: Case, wall_ms: float) -> dict[str, Any]:
+    """What the device did in a round: see `device_ms` and the others in the command's help."""
+    program, leaves, state = engine.round_at(case.options, case.context, case.slots)
+
+    def one_round() -> jax.Array:
+        nonlocal state
+        state, emitted = program(leaves, state)
+        return emitted.count
+
+    device = timing.queued(one_round, TRACED)
+    traced = profile.traced(lambda: [one_round() for _ in range(TRACED)][-1])
+    busy = traced.busy_ms / TRACED
+    return {
+        "device_ms": device,
+        "busy_ms": busy,
+        "idle_percent": 100 * (1 - busy / wall_ms),
+        "kernels": [
+            {
+                "name": kernel.name,
+                "per_round": kernel.count / TRACED,
+                "us_each": kernel.total_us / kernel.count,
+                "us_per_round": kernel.total_us / TRACED,
+            }
+            for kernel in traced.kernels
+        ],
+    }
+
+
+def kernel_table(row: dict[str, Any]) -> Table:
+    table = Table(title=f"{row['label']}, context {row['context']}: kernels of a round")
+    for column in ("kernel", "per round", "us each", "us per round"):
+        table.add_column(column, justify="left" if column == "kernel" else "right")
+    for kernel in row["kernels"][:KERNELS_SHOWN]:
+        table.add_row(
+            kernel["name"],
+            f"{kernel['per_round']:.4g}",
+            f"{kernel['us_each']:.2f}",
+            f"{kernel['us_per_round']:.1f}",
+        )
+    rest = sum(kernel["us_per_round"] for kernel in row["kernels"][KERNELS_SHOWN:])
+    table.add_row(f"{len(row['kernels'][KERNELS_SHOWN:])} others", "", "", f"{rest:.1f}")
+    return table
+
+
+def rounds_table(title: str, rows: list[dict[str, Any]]) -> Table:
+    table = Table(title=title)
+    columns = {
+        "median ms": "median_ms",
+        "p10": "p10_ms",
+        "p90": "p90_ms",
+        "floor ms": "floor_ms",
+        "ratio": "ratio",
+    }
+    if any("device_ms" in row for row in rows):
+        columns |= {"device ms": "device_ms", "busy ms": "busy_ms", "idle %": "idle_percent"}
+    parts = list(dict.fromkeys(part for row in rows for part in row.get("stages_ms", {})))
+    for column in ("program", "context", *columns, *parts):
+        table.add_column(column, justify="left" if column == "program" else "right")
+    for row in rows:
+        numbers = [row.get(key) for key in columns.values()]
+        numbers += [row.get("stages_ms", {}).get(part) for part in parts]
+        cells = ["" if number is None else f"{number:.3g}" for number in numbers]
+        table.add_row(row["label"], str(row["context"]), *cells)
+    return table
 
 
 def run(args) -> int:
@@ -228,11 +218,16 @@ def run(args) -> int:
                 (f"ddtree {budget}, {name}", dataclasses.replace(tree, **changes))
                 for name, changes in SAMPLING.items()
             ]
-    more = 2 * (args.rounds + WARM_UP + AHEAD) + drafter.block_size
-    slots_of = {context: bucket(context + more) for context in contexts}
-    longest = max(target.max_position, *slots_of.values())
+    more = 2 * (max(args.rounds, 2 * TRACED) + WARM_UP + AHEAD) + drafter.block_size
+    cases = [
+        Case(label, options, context, bucket(context + more))
+        for context, (label, options) in itertools.product(contexts, programs)
+    ]
+    longest = max(target.max_position, *(case.slots for case in cases))
+    profile.keep_graphs()
+    if args.kernels and not profile.available():
+        raise InputError("--kernels needs a GPU")
     console = shell.console(stderr=True)
-    rows = []
     with console.status("Random weights") as status:
         abstract = nnx.eval_shape(lambda: Models(target, drafter, rngs=nnx.Rngs(0)))
         engine = Engine(
@@ -243,41 +238,28 @@ def run(args) -> int:
             attention=args.attention,
         )
         bandwidth = read_bandwidth()
-        for context, (label, options) in itertools.product(contexts, programs):
-            status.update(f"Measuring {label}, context {context}")
-            slots = slots_of[context]
-            times = measure(*engine.round_at(options, context, slots), args.rounds)
-            floor = 1e3 * bytes_read(engine, options.mode, context) / bandwidth
-            row: dict[str, Any] = {
-                "label": label,
-                "mode": options.mode,
-                "tree_budget": options.tree_budget,
-                "context": context,
-                "rounds": args.rounds,
-                "median_ms": float(np.median(times)),
-                "p10_ms": float(np.percentile(times, 10)),
-                "p90_ms": float(np.percentile(times, 90)),
-                "floor_ms": floor,
-                "ratio": float(np.median(times)) / floor,
-            }
-            if options == Options(mode="ddtree", tree_budget=options.tree_budget):
-                row["stages_ms"] = stages(engine, options, context, slots)
-            rows.append(row)
+        rows = []
+        for case in cases:
+            status.update(f"Measuring {case.label}, context {case.context}")
+            rows.append(wall_row(engine, case, args.rounds, bandwidth))
+        # The profiler comes last, so that nothing of it is in the times above.
+        for case, row in zip(cases, rows, strict=True):
+            status.update(f"Profiling {case.label}, context {case.context}")
+            if profile.available():
+                row |= device_row(engine, case, row["median_ms"])
+            if case.staged:
+                row["stages_ms"] = stages(engine, case.options, case.context, case.slots)
     device = jax.devices()[0].device_kind
-    table = Table(
-        title=f"{args.shape}, random weights, {args.dtype}, {device}, attention: "
+    title = (
+        f"{args.shape}, random weights, {args.dtype}, {device}, attention: "
         f"{engine.attention}; reads at {bandwidth / 1e9:.0f} GB/s"
     )
-    columns = ["program", "context", "median ms", "p10", "p90", "floor ms", "ratio"]
-    columns += next((list(row["stages_ms"]) for row in rows if "stages_ms" in row), [])
-    for column in columns:
-        table.add_column(column, justify="left" if column == "program" else "right")
-    for row in rows:
-        numbers = [row[key] for key in ("median_ms", "p10_ms", "p90_ms", "floor_ms", "ratio")]
-        numbers += list(row.get("stages_ms", {}).values())
-        table.add_row(row["label"], str(row["context"]), *(f"{number:.3g}" for number in numbers))
     if args.json != "-":
-        shell.console().print(table)
+        out = shell.console()
+        out.print(rounds_table(title, rows))
+        if args.kernels:
+            for row in rows:
+                out.print(kernel_table(row))
     if args.json:
         result = {
             "schema": 1,

@@ -1,0 +1,80 @@
+"""What a trace says of the GPU: busy time, span and kernels, from hand-written events."""
+
+import random
+
+import pytest
+from jax.profiler import ProfileData
+
+from ddtree_jax.commands import profile
+from ddtree_jax.errors import RunError
+
+
+def test_overlaps_count_once():
+    assert profile.union_ns([]) == 0
+    assert profile.union_ns([(0, 4), (4, 5)]) == 5
+    assert profile.union_ns([(10, 12), (0, 4), (1, 2), (3, 6)]) == 8
+    dice = random.Random(0)
+    starts = [dice.randrange(100) for _ in range(30)]
+    intervals = [(start, start + dice.randrange(6)) for start in starts]
+    covered = {x for start, end in intervals for x in range(start, end)}
+    assert profile.union_ns(intervals) == len(covered)
+
+
+def trace(*events):
+    """A trace of (plane, line, kernel, start us, duration us)."""
+    names = sorted({event[2] for event in events})
+    planes = []
+    for plane in dict.fromkeys(event[0] for event in events):
+        lines = []
+        mine = [event for event in events if event[0] == plane]
+        for line in dict.fromkeys(event[1] for event in mine):
+            inner = " ".join(
+                f"events {{ metadata_id: {names.index(name) + 1} offset_ps: {start * 10**6} "
+                f"duration_ps: {duration * 10**6} }}"
+                for _, where, name, start, duration in mine
+                if where == line
+            )
+            lines.append(f'lines {{ name: "{line}" {inner} }}')
+        known = " ".join(
+            f'event_metadata {{ key: {i + 1} value {{ id: {i + 1} name: "{name}" }} }}'
+            for i, name in enumerate(names)
+        )
+        planes.append(f'planes {{ name: "{plane}" {" ".join(lines)} {known} }}')
+    return ProfileData.from_text_proto("\n".join(planes))
+
+
+def test_summary_of_two_streams():
+    gpu, compute, copies = "/device:GPU:0", "Stream #1(Compute)", "Stream #2(MemcpyD2D)"
+    result = profile.summary(
+        trace(
+            (gpu, compute, "gemm", 100, 40),
+            (gpu, compute, "norm", 140, 10),
+            (gpu, compute, "gemm", 200, 60),
+            (gpu, copies, "copy", 145, 25),  # five of them beside the norm
+            (gpu, "XLA Modules", "jit_round", 0, 1000),
+            ("/device:GPU:1", compute, "gemm", 0, 500),
+            ("/host:CPU", "python", "dispatch", 0, 900),
+        )
+    )
+    assert result.busy_ms == pytest.approx(0.130)
+    assert result.span_ms == pytest.approx(0.160)
+    assert [(kernel.name, kernel.count, kernel.total_us) for kernel in result.kernels] == [
+        ("gemm", 2, 100),
+        ("copy", 1, 25),
+        ("norm", 1, 10),
+    ]
+
+
+def test_a_trace_without_kernels_is_an_error():
+    with pytest.raises(RunError, match=profile.GRAPHS_FLAG):
+        profile.summary(trace(("/host:CPU", "python", "dispatch", 0, 900)))
+
+
+def test_the_users_flags_stay(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=x")
+    profile.keep_graphs()
+    profile.keep_graphs()
+    assert profile.os.environ["XLA_FLAGS"] == f"--xla_dump_to=x --{profile.GRAPHS_FLAG}=true"
+    monkeypatch.setenv("XLA_FLAGS", f"--{profile.GRAPHS_FLAG}=false")
+    profile.keep_graphs()
+    assert profile.os.environ["XLA_FLAGS"] == f"--{profile.GRAPHS_FLAG}=false"
