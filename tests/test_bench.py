@@ -18,6 +18,7 @@ from ddtree_jax.commands.bench import by_depth, main
 from ddtree_jax.commands.bench_round import SAMPLING
 from ddtree_jax.commands.floors import bytes_read
 from ddtree_jax.commands.stages import recurrent_part
+from ddtree_jax.errors import InputError
 from ddtree_jax.models import Models
 from ddtree_jax.shapes import SHAPES
 from ddtree_jax.training import prompts
@@ -48,6 +49,35 @@ def test_round_measures_every_program(tmp_path, capsys, monkeypatch):
     assert list(stages) == ["draft", "tree", "verify", "head", *list(stages)[4:]]
     assert stages["tree + accept and commit"] == stages["tree"] + stages["accept and commit"]
     assert "tiny, random weights" in capsys.readouterr().out
+
+
+def test_number_lists():
+    assert bench_round.number_list("--budget", "15, 63") == [15, 63]
+    assert bench_round.number_list("--budget", "1-4") == [1, 2, 3, 4]
+    assert bench_round.number_list("--budget", "1-20:8,63,9") == [1, 9, 17, 63]
+    for wrong in ("", "x", "-5", "0-3", "3-1", "1-9:0", "1-", "1-5:", "1.5"):
+        with pytest.raises(InputError, match="--budget"):
+            bench_round.number_list("--budget", wrong)
+
+
+def test_jumps_of_a_sweep_name_tile_edges():
+    def row(nodes, ms, context=64):
+        budget = nodes - 1
+        label = f"ddtree {budget}"
+        return dict(label=label, tree_budget=budget, context=context, median_ms=ms)
+
+    rows = [row(65, 2.4), row(62, 1.0), row(63, 1.2), row(64, 1.3), row(16, 9.0, 128)]
+    rows += [row(17, 11.0, 128), row(9, 1.0, 128), dict(row(64, 99.0), label="ddtree 63, top-k")]
+    rows += [dict(row(2, 0.1), label="ar", tree_budget=None)]
+    found = bench_round.jumps(rows)
+    assert [(each["context"], each["nodes"], each["tile_edge"]) for each in found] == [
+        (64, [62, 63], None),
+        (64, [64, 65], 64),
+        (128, [9, 16], None),
+        (128, [16, 17], 16),
+    ]
+    assert found[0]["growth_percent"] == pytest.approx(20)
+    assert "64 to 65 nodes, context 64: +85 % (edge of 64)" in bench_round.jump_lines(found)[2]
 
 
 def test_the_recurrent_part_of_a_round_leaves_nothing_out():

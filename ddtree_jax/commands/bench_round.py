@@ -6,6 +6,7 @@ Random weights measure cost per round and never a speed-up: nothing they draft i
 import collections
 import dataclasses
 import itertools
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,7 @@ from ddtree_jax import api
 from ddtree_jax.commands import profile, shell, timing
 from ddtree_jax.commands.floors import bytes_read, read_bandwidth
 from ddtree_jax.commands.stages import stages
-from ddtree_jax.engine import ATTENTION, Engine, Options, bucket
+from ddtree_jax.engine import ATTENTION, Engine, Options, bucket, sampler_of
 from ddtree_jax.errors import InputError
 from ddtree_jax.models import Models, parameter_name, parameter_shapes
 from ddtree_jax.shapes import SHAPES
@@ -34,6 +35,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "min-p": dict(temperature=1.0, min_p=0.05),
     "penalties": dict(repetition_penalty=1.1, presence_penalty=0.5),
 }
+TILES = (8, 16, 64)  # nodes
 TRACED = 20  # rounds that are measured on the device itself
 KERNELS_SHOWN = 25
 AHEAD = 2  # rounds dispatched before the oldest is waited for
@@ -43,7 +45,12 @@ def add_parser(commands) -> None:
     parser = commands.add_parser("round", help="milliseconds per round, random weights")
     add = parser.add_argument
     add("--shape", choices=sorted(SHAPES), default="qwen3-8b")
-    add("--budget", default="63", help="tree budgets, as in 15,31,63")
+    add(
+        "--budget",
+        default="63",
+        help="tree budgets, as in 15,31,63; with a range (1-127, or 1-121:8) a sweep, which times "
+        "whole rounds only and lists the sizes at which they grow by more than 15 %%",
+    )
     add(
         "--context", default="1024", help="committed tokens before the first round, as in 1024,8192"
     )
@@ -89,16 +96,63 @@ def measure(program: Callable, leaves, state, count: int) -> np.ndarray:
     return 1e3 * np.diff(stamps)[WARM_UP:]
 
 
-def _numbers(args, name: str) -> list[int]:
-    """The value of a flag that takes one number or several."""
-    text = getattr(args, name)
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise InputError(f"--{name} is {text!r}; expected numbers as in 15,63") from None
-    if min(numbers) < 1:
-        raise InputError(f"--{name} holds {min(numbers)}; expected at least 1")
-    return numbers
+def number_list(flag: str, text: str) -> list[int]:
+    """The numbers of a flag: 15, or 15,63, or 1-127 (in steps: 1-128:8), in any mixture."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part.strip(), flags=re.ASCII)
+        if match is None:
+            raise InputError(f"{flag} is {text!r}; expected numbers as in 15,63 or 1-128:8")
+        first, last, step = (None if x is None else int(x) for x in match.groups())
+        assert first is not None
+        if first < 1 or step == 0 or (last is not None and last < first):
+            raise InputError(
+                f"{flag} holds {part.strip()}; expected at least 1, and a rising range"
+            )
+        numbers += range(first, (last or first) + 1, step or 1)
+    return list(dict.fromkeys(numbers))
+
+
+def jumps(rows: list[dict[str, Any]], limit: float = 0.15) -> list[dict[str, Any]]:
+    """Where a greedy tree round grows by more than `limit` from one tree size to the next.
+
+    Tile edges are the largest of 8, 16 and 64 nodes of which the larger tree needs one more.
+    """
+    found = []
+    by_context: dict[int, list[dict[str, Any]]] = collections.defaultdict(list)
+    for row in rows:
+        if row["label"] == f"ddtree {row['tree_budget']}":
+            by_context[row["context"]].append(row)
+    for context, group in by_context.items():
+        group = sorted(group, key=lambda row: row["tree_budget"])
+        for small, large in itertools.pairwise(group):
+            growth = large["median_ms"] / small["median_ms"] - 1
+            nodes = small["tree_budget"] + 1, large["tree_budget"] + 1
+            tiles = [tile for tile in TILES if -(-nodes[0] // tile) < -(-nodes[1] // tile)]
+            if growth > limit:
+                found.append(
+                    {
+                        "context": context,
+                        "nodes": list(nodes),
+                        "growth_percent": 100 * growth,
+                        "tile_edge": max(tiles, default=None),
+                    }
+                )
+    return found
+
+
+def jump_lines(found: list[dict[str, Any]]) -> list[str]:
+    if not found:
+        return ["No tree size's round is more than 15 % longer than that of the size before it."]
+    lines = ["Rounds more than 15 % longer than that of the size before:"]
+    for jump in found:
+        small, large = jump["nodes"]
+        edge = "no tile edge" if jump["tile_edge"] is None else f"edge of {jump['tile_edge']}"
+        lines.append(
+            f"  {small} to {large} nodes, context {jump['context']}: "
+            f"+{jump['growth_percent']:.0f} % ({edge})"
+        )
+    return lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,27 +258,31 @@ def rounds_table(title: str, rows: list[dict[str, Any]]) -> Table:
 def run(args) -> int:
     if args.json:
         shell.check_writable(args.json)
-    budgets, contexts = (_numbers(args, name) for name in ("budget", "context"))
+    budgets = number_list("--budget", args.budget)
+    contexts = number_list("--context", args.context)
+    sweep = "-" in args.budget
     if args.rounds < 1:
         raise InputError(f"--rounds is {args.rounds}; expected at least 1")
     target, drafter = SHAPES[args.shape]
     dtype = api.DTYPES[args.dtype]
-    programs = [("ar", Options(mode="ar")), ("dflash", Options(mode="dflash"))]
+    kinds = [("ar", Options(mode="ar")), ("dflash", Options(mode="dflash"))]
     for budget in budgets:
         tree = Options(mode="ddtree", tree_budget=budget)
-        programs.append((f"ddtree {budget}", tree))
+        kinds.append((f"ddtree {budget}", tree))
         if args.sampling:
-            programs += [
+            kinds += [
                 (f"ddtree {budget}, {name}", dataclasses.replace(tree, **changes))
                 for name, changes in SAMPLING.items()
             ]
     more = 2 * (max(args.rounds, 2 * TRACED) + WARM_UP + AHEAD) + drafter.block_size
     cases = [
         Case(label, options, context, bucket(context + more))
-        for context, (label, options) in itertools.product(contexts, programs)
+        for context, (label, options) in itertools.product(contexts, kinds)
     ]
     longest = max(target.max_position, *(case.slots for case in cases))
     profile.keep_graphs()
+    if args.kernels and sweep:
+        raise InputError("--kernels goes with a list of budgets; --budget is a range")
     if args.kernels and not profile.available():
         raise InputError("--kernels needs a GPU")
     console = shell.console(stderr=True)
@@ -237,13 +295,23 @@ def run(args) -> int:
             dtype=dtype,
             attention=args.attention,
         )
+        programs = [
+            engine._round_program(case.options, case.slots, sampler_of([case.options]))
+            for case in cases
+        ]
+        # Compiling times kernels on the device, too: it is over before anything is measured.
+        for done, program in enumerate(programs):
+            status.update(f"Compiling: {done} of {len(programs)} programs")
+            program.result()
+        status.update("Random weights")
+        jax.block_until_ready(engine._leaves.result())
         bandwidth = read_bandwidth()
         rows = []
         for case in cases:
             status.update(f"Measuring {case.label}, context {case.context}")
             rows.append(wall_row(engine, case, args.rounds, bandwidth))
         # The profiler comes last, so that nothing of it is in the times above.
-        for case, row in zip(cases, rows, strict=True):
+        for case, row in zip(cases, rows, strict=True) if not sweep else ():
             status.update(f"Profiling {case.label}, context {case.context}")
             if profile.available():
                 row |= device_row(engine, case, row["median_ms"])
@@ -257,6 +325,8 @@ def run(args) -> int:
     if args.json != "-":
         out = shell.console()
         out.print(rounds_table(title, rows))
+        if sweep:
+            out.print(*jump_lines(jumps(rows)), sep="\n", highlight=False)
         if args.kernels:
             for row in rows:
                 out.print(kernel_table(row))
@@ -271,5 +341,7 @@ def run(args) -> int:
             "read_bytes_per_s": bandwidth,
             "rows": rows,
         }
+        if sweep:
+            result["jumps"] = jumps(rows)
         shell.write_json(args.json, result)
     return shell.OK

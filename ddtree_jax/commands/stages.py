@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -82,7 +83,8 @@ def stages(engine: Engine, options: Options, context: int, slots: int) -> dict[s
             lambda: recurrent(leaves, with_draft, tree)
         )
 
-    bare = dataclasses.replace(with_draft, cache=None)
+    nothing: Any = None
+    bare = dataclasses.replace(with_draft, cache=nothing)
 
     def run_accept():
         held["target"], rest = accept(leaves, held["target"], bare, tree, verified, node_logits)

@@ -39,7 +39,7 @@ def _products(x: jax.Array) -> jax.Array:
     return y
 
 
-def queued(call: Callable[[], jax.Array], count: int) -> float | None:
+def queued(call: Callable[[], Any], count: int) -> float | None:
     """Milliseconds of one call among `count` that all wait in the device's queue.
 
     The device is given other work first, behind which the host puts them in line; `call` returns an
