@@ -16,7 +16,7 @@ from ddtree_jax import tree as trees
 from ddtree_jax.commands import bench_round
 from ddtree_jax.commands.bench import by_depth, main
 from ddtree_jax.commands.bench_round import SAMPLING
-from ddtree_jax.commands.floors import bytes_read
+from ddtree_jax.commands.floors import attended, attention_bounds, bytes_read, prefill_flops
 from ddtree_jax.commands.stages import recurrent_part
 from ddtree_jax.errors import InputError
 from ddtree_jax.models import Models
@@ -31,7 +31,7 @@ def test_round_measures_every_program(tmp_path, capsys, monkeypatch):
     every = {name: value for kind in SAMPLING.values() for name, value in kind.items()}
     monkeypatch.setattr(bench_round, "SAMPLING", {"everything": every})
     argv = ["round", "--shape", "tiny", "--budget", "7", "--context", "20,30", "--rounds", "5"]
-    argv += ["--sampling"]
+    argv += ["--sampling", "--prompt", "100", "--attention-at", "20"]
     assert main([*argv, "--dtype", "float32", "--json", str(out)]) == 0
     result = json.loads(out.read_text())
     assert result["weights"] == "random"
@@ -48,6 +48,11 @@ def test_round_measures_every_program(tmp_path, capsys, monkeypatch):
     stages = result["rows"][2]["stages_ms"]
     assert list(stages) == ["draft", "tree", "verify", "head", *list(stages)[4:]]
     assert stages["tree + accept and commit"] == stages["tree"] + stages["accept and commit"]
+    prefill, *attention = result["parts"]
+    assert prefill["label"] == "prefill 100"
+    assert [(row["nodes"], row["tokens"]) for row in attention] == [(16, 20), (64, 20)]
+    for row in result["parts"]:
+        assert row["ratio"] == pytest.approx(row["ms"] / row["floor_ms"])
     assert "tiny, random weights" in capsys.readouterr().out
 
 
@@ -107,6 +112,30 @@ def test_the_floor_counts_states_and_windows():
     assert bytes_read(engine, "ar", 100) == weights + 100 * kv + 2 * 2 * state
     drafted = [bytes_read(engine, "dflash", n) - bytes_read(engine, "ar", n) for n in (0, 8, 100)]
     assert drafted[1] - drafted[0] == drafted[2] - drafted[0] == 8 * kv
+
+
+def test_the_floor_of_prefill_counted_by_hand():
+    engine = Engine(*SHAPES["tiny"], load=dict, dtype=jnp.bfloat16)
+    tokens = 5
+    layer = 32 * (4 + 2 + 2) * 8 + 4 * 8 * 32 + 3 * 32 * 48  # q, k, v; o; gate, up, down
+    attention = 4 * 4 * 8 * (1 + 2 + 3 + 4 + 5)  # of a layer: 4 heads of 8, scores and values
+    context = 32 * 32 + 32 * (2 + 2) * 8  # fc of one feature; K and V of the drafter's layer
+    expected = 2 * tokens * (2 * layer + context) + 2 * attention + 2 * 32 * 256
+    assert prefill_flops(engine, tokens) == expected
+
+
+def test_a_window_bounds_the_pairs():
+    for count, window in [(5, None), (5, 9), (7, 3), (4, 1)]:
+        pairs = sum(0 <= i - j < (window or count) for i in range(count) for j in range(count))
+        assert attended(count, window) == pairs
+
+
+def test_the_bounds_of_attention():
+    target, _ = SHAPES["tiny"]  # 4 heads of 8 on 2 KV heads
+    assert attention_bounds(target, nodes=3, context=100, width=2) == (
+        100 * 2 * (2 * 8) * 2,
+        3 * 100 * 4 * (8 + 8) * 2,
+    )
 
 
 @pytest.fixture

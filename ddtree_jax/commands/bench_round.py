@@ -18,8 +18,8 @@ from flax import nnx
 from rich.table import Table
 
 from ddtree_jax import api
-from ddtree_jax.commands import profile, shell, timing
-from ddtree_jax.commands.floors import bytes_read, read_bandwidth
+from ddtree_jax.commands import bench_parts, profile, shell, timing
+from ddtree_jax.commands.floors import bytes_read, matrix_rate, read_bandwidth
 from ddtree_jax.commands.stages import stages
 from ddtree_jax.engine import ATTENTION, Engine, Options, bucket, sampler_of
 from ddtree_jax.errors import InputError
@@ -55,6 +55,12 @@ def add_parser(commands) -> None:
         "--context", default="1024", help="committed tokens before the first round, as in 1024,8192"
     )
     add("--rounds", type=int, default=60)
+    add("--prompt", metavar="N", help="also the time to the first token after N prompt tokens")
+    add(
+        "--attention-at",
+        metavar="S",
+        help="also one layer's tree attention alone, 16 and 64 nodes, at a context of S tokens",
+    )
     add("--sampling", action="store_true", help="tree rounds with each kind of sampling, too")
     add("--kernels", action="store_true", help="the kernels of each program by time; needs a GPU")
     add("--dtype", choices=list(api.DTYPES), default="bfloat16")
@@ -233,26 +239,56 @@ def kernel_table(row: dict[str, Any]) -> Table:
     return table
 
 
-def rounds_table(title: str, rows: list[dict[str, Any]]) -> Table:
+def number_table(
+    title: str, rows: list[dict[str, Any]], texts: dict[str, str], numbers: dict[str, str]
+) -> Table:
+    """Rows by column title and key; columns of numbers that no row has are left out."""
     table = Table(title=title)
-    columns = {
+    numbers = {
+        name: key for name, key in numbers.items() if any(row.get(key) is not None for row in rows)
+    }
+    for column in (*texts, *numbers):
+        table.add_column(column, justify="left" if column == next(iter(texts)) else "right")
+    for row in rows:
+        cells = [str(row[key]) for key in texts.values()]
+        for key in numbers.values():
+            number = row.get(key)
+            cells.append("" if number is None else f"{number:.3g}")
+        table.add_row(*cells)
+    return table
+
+
+def rounds_table(title: str, rows: list[dict[str, Any]]) -> Table:
+    numbers = {
         "median ms": "median_ms",
         "p10": "p10_ms",
         "p90": "p90_ms",
         "floor ms": "floor_ms",
         "ratio": "ratio",
+        "device ms": "device_ms",
+        "busy ms": "busy_ms",
+        "idle %": "idle_percent",
     }
-    if any("device_ms" in row for row in rows):
-        columns |= {"device ms": "device_ms", "busy ms": "busy_ms", "idle %": "idle_percent"}
-    parts = list(dict.fromkeys(part for row in rows for part in row.get("stages_ms", {})))
-    for column in ("program", "context", *columns, *parts):
-        table.add_column(column, justify="left" if column == "program" else "right")
-    for row in rows:
-        numbers = [row.get(key) for key in columns.values()]
-        numbers += [row.get("stages_ms", {}).get(part) for part in parts]
-        cells = ["" if number is None else f"{number:.3g}" for number in numbers]
-        table.add_row(row["label"], str(row["context"]), *cells)
-    return table
+    return number_table(title, rows, {"program": "label", "context": "context"}, numbers)
+
+
+def stages_table(rows: list[dict[str, Any]]) -> Table:
+    rows = [row | row["stages_ms"] for row in rows if "stages_ms" in row]
+    parts = {part: part for row in rows for part in row["stages_ms"]}
+    texts = {"program": "label", "context": "context"}
+    return number_table("Parts of a round, ms, each alone", rows, texts, parts)
+
+
+def parts_table(parts: list[dict[str, Any]]) -> Table:
+    numbers = {
+        "ms": "ms",
+        "busy ms": "busy_ms",
+        "floor ms": "floor_ms",
+        "ratio": "ratio",
+        "% of round": "round_percent",
+    }
+    texts = {"program": "label", "tokens": "tokens", "floor is": "bound"}
+    return number_table("Beside the rounds; attention: one layer", parts, texts, numbers)
 
 
 def run(args) -> int:
@@ -261,6 +297,8 @@ def run(args) -> int:
     budgets = number_list("--budget", args.budget)
     contexts = number_list("--context", args.context)
     sweep = "-" in args.budget
+    prompts = number_list("--prompt", args.prompt) if args.prompt else []
+    lengths = number_list("--attention-at", args.attention_at) if args.attention_at else []
     if args.rounds < 1:
         raise InputError(f"--rounds is {args.rounds}; expected at least 1")
     target, drafter = SHAPES[args.shape]
@@ -279,7 +317,7 @@ def run(args) -> int:
         Case(label, options, context, bucket(context + more))
         for context, (label, options) in itertools.product(contexts, kinds)
     ]
-    longest = max(target.max_position, *(case.slots for case in cases))
+    longest = max(target.max_position, *(case.slots for case in cases), *(n + 1 for n in prompts))
     profile.keep_graphs()
     if args.kernels and sweep:
         raise InputError("--kernels goes with a list of budgets; --budget is a range")
@@ -298,7 +336,7 @@ def run(args) -> int:
         programs = [
             engine._round_program(case.options, case.slots, sampler_of([case.options]))
             for case in cases
-        ]
+        ] + [bench_parts.prefill_program(engine, count) for count in prompts]
         # Compiling times kernels on the device, too: it is over before anything is measured.
         for done, program in enumerate(programs):
             status.update(f"Compiling: {done} of {len(programs)} programs")
@@ -306,7 +344,8 @@ def run(args) -> int:
         status.update("Random weights")
         jax.block_until_ready(engine._leaves.result())
         bandwidth = read_bandwidth()
-        rows = []
+        rate = matrix_rate(dtype)
+        rows, parts = [], []
         for case in cases:
             status.update(f"Measuring {case.label}, context {case.context}")
             rows.append(wall_row(engine, case, args.rounds, bandwidth))
@@ -317,14 +356,26 @@ def run(args) -> int:
                 row |= device_row(engine, case, row["median_ms"])
             if case.staged:
                 row["stages_ms"] = stages(engine, case.options, case.context, case.slots)
+        for count in prompts:
+            status.update(f"Measuring prefill of {count} tokens")
+            parts.append(bench_parts.prefill_row(engine, count, rate))
+        for context, nodes in itertools.product(lengths, bench_parts.ATTENTION_NODES):
+            status.update(f"Measuring attention, context {context}")
+            row = bench_parts.attention_row(engine, nodes, context, bandwidth, rate)
+            parts.append(row | {"round_percent": bench_parts.round_share(row, rows)})
     device = jax.devices()[0].device_kind
     title = (
         f"{args.shape}, random weights, {args.dtype}, {device}, attention: "
-        f"{engine.attention}; reads at {bandwidth / 1e9:.0f} GB/s"
+        f"{engine.attention}; reads at {bandwidth / 1e9:.0f} GB/s, multiplies at "
+        f"{rate / 1e12:.3g} TFLOP/s"
     )
     if args.json != "-":
         out = shell.console()
         out.print(rounds_table(title, rows))
+        if any("stages_ms" in row for row in rows):
+            out.print(stages_table(rows))
+        if parts:
+            out.print(parts_table(parts))
         if sweep:
             out.print(*jump_lines(jumps(rows)), sep="\n", highlight=False)
         if args.kernels:
@@ -339,7 +390,9 @@ def run(args) -> int:
             "attention": engine.attention,
             "device": device,
             "read_bytes_per_s": bandwidth,
+            "matrix_flops_per_s": rate,
             "rows": rows,
+            "parts": parts,
         }
         if sweep:
             result["jumps"] = jumps(rows)

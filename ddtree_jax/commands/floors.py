@@ -1,29 +1,49 @@
 """What bounds a program on this machine: bytes over bandwidth, FLOPs over the matrix rate."""
 
 import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ddtree_jax.config import DecoderConfig
 from ddtree_jax.engine import Engine
+from ddtree_jax.models.layers import linear
+
+
+def _seconds(program: Callable[..., jax.Array], launches: int, *arguments: jax.Array) -> float:
+    """Of one call, the best of five times `launches` in flight."""
+
+    def call() -> jax.Array:
+        return program(*arguments)
+
+    call().block_until_ready()
+    best = float("inf")
+    for _ in range(5):
+        started = time.perf_counter()
+        results = [call() for _ in range(launches)]
+        results[-1].block_until_ready()
+        best = min(best, (time.perf_counter() - started) / launches)
+    return best
 
 
 def read_bandwidth() -> float:
-    """Bytes per second that a max-reduction reads, many launches in flight."""
-    size = 2**29 if jax.default_backend() == "cpu" else 2**32
+    """Bytes per second that a max-reduction reads: the faster of one over all, and one by rows."""
+    on_cpu = jax.default_backend() == "cpu"
+    size, launches = (2**27, 4) if on_cpu else (2**32, 30)
     data = jax.lax.bitcast_convert_type(
-        jax.random.bits(jax.random.key(0), (size // 2,), jnp.uint16), jnp.bfloat16
+        jax.random.bits(jax.random.key(0), (2**12, size // 2**13), jnp.uint16), jnp.bfloat16
     )
-    reduce = jax.jit(jnp.max)
-    reduce(data).block_until_ready()
-    best = 0.0
-    for _ in range(5):
-        started = time.perf_counter()
-        results = [reduce(data) for _ in range(10)]
-        results[-1].block_until_ready()
-        best = max(best, 10 * size / (time.perf_counter() - started))
-    return best
+    whole, by_rows = jax.jit(jnp.max), jax.jit(lambda x: x.max(axis=1))
+    return size / min(_seconds(each, launches, data) for each in (whole, by_rows))
+
+
+def matrix_rate(dtype) -> float:
+    """FLOPs per second of a large square product of random matrices in `dtype`."""
+    size, launches = (512, 4) if jax.default_backend() == "cpu" else (8192, 20)
+    x, w = (jax.random.normal(jax.random.key(i), (size, size), dtype) for i in range(2))
+    return 2 * size**3 / _seconds(jax.jit(linear), launches, x, w)
 
 
 def bytes_read(engine: Engine, mode: str, context: int) -> int:
@@ -54,3 +74,45 @@ def bytes_read(engine: Engine, mode: str, context: int) -> int:
     if mode != "ar":
         total += drafter + head + cache(engine.drafter)
     return total
+
+
+def attended(count: int, window: int | None) -> int:
+    """Pairs of query and key in a causal chunk of `count` tokens, of which each sees itself."""
+    whole = min(count, window or count)
+    return whole * (whole + 1) // 2 + (count - whole) * whole
+
+
+def prefill_flops(engine: Engine, count: int) -> int:
+    """What the first token after a prompt of `count` tokens must compute.
+
+    The target's layers on every token, attention included, and one row of the head; of the drafter
+    its fc and the K and V of its context.
+    """
+    target, drafter = engine.target, engine.drafter
+    layers = sum(
+        int(np.prod(shape.shape))
+        for name, shape in zip(engine._leaf_names, engine._leaf_shapes, strict=True)
+        if name.startswith("target.layers.") and len(shape.shape) > 1
+    )
+    pairs = sum(
+        attended(count, window)
+        for layer, window in enumerate(target.windows)
+        if not target.is_recurrent(layer)
+    )
+    # Scores and weighted values: a product of head_dim each per pair and head.
+    flops = 2 * layers * count + 4 * target.num_heads * target.head_dim * pairs
+    if target.delta is not None:  # a state is read twice and updated once per token
+        flops += 6 * target.delta.state_size * len(target.delta.layers) * count
+    flops += 2 * target.hidden_size * target.vocab_size
+    if drafter is not None:
+        kv = 2 * drafter.num_layers * drafter.num_kv_heads * drafter.head_dim
+        flops += 2 * count * drafter.hidden_size * (drafter.feature_size + kv)
+    return flops
+
+
+def attention_bounds(
+    config: DecoderConfig, nodes: int, context: int, width: int
+) -> tuple[int, int]:
+    """Bytes of K and V, and FLOPs, of one layer's attention of `nodes` to a context."""
+    bytes_kv = 2 * config.num_kv_heads * config.head_dim * context * width
+    return bytes_kv, 4 * config.num_heads * config.head_dim * nodes * context
