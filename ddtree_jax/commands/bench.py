@@ -11,7 +11,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from ddtree_jax import api
-from ddtree_jax.commands import bench_round, plot, shell
+from ddtree_jax.commands import bench_round, bench_startup, plot, shell
 from ddtree_jax.commands.prompts import Conversation
 from ddtree_jax.engine import Engine, Generation, Options
 from ddtree_jax.errors import InputError
@@ -45,6 +45,7 @@ def _parser() -> shell.Parser:
     add("--plot", metavar="FILE.svg", help="acceptance by depth")
     add("--debug", action="store_true")
     bench_round.add_parser(commands)
+    bench_startup.add_parser(commands)
     return parser
 
 
@@ -238,7 +239,8 @@ def _acceptance(args) -> int:
 
 def command(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
-    return bench_round.run(args) if args.command == "round" else _acceptance(args)
+    runs = {"acceptance": _acceptance, "round": bench_round.run, "startup": bench_startup.run}
+    return runs[args.command](args)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

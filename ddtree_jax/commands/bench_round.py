@@ -18,7 +18,7 @@ from flax import nnx
 from rich.table import Table
 
 from ddtree_jax import api
-from ddtree_jax.commands import bench_parts, profile, shell, timing
+from ddtree_jax.commands import bench_parts, hugging_face, profile, shell, timing
 from ddtree_jax.commands.floors import bytes_read, matrix_rate, read_bandwidth
 from ddtree_jax.commands.stages import stages
 from ddtree_jax.engine import ATTENTION, Engine, Options, bucket, sampler_of
@@ -60,6 +60,11 @@ def add_parser(commands) -> None:
         "--attention-at",
         metavar="S",
         help="also one layer's tree attention alone, 16 and 64 nodes, at a context of S tokens",
+    )
+    add(
+        "--baseline",
+        action="store_true",
+        help="also milliseconds per token of Hugging Face generate, where torch is installed",
     )
     add("--sampling", action="store_true", help="tree rounds with each kind of sampling, too")
     add("--kernels", action="store_true", help="the kernels of each program by time; needs a GPU")
@@ -324,6 +329,13 @@ def run(args) -> int:
     if args.kernels and not profile.available():
         raise InputError("--kernels needs a GPU")
     console = shell.console(stderr=True)
+    baseline = []
+    if args.baseline:
+        with console.status("Hugging Face generate"):
+            baseline = hugging_face.baseline(target, contexts, args.dtype)
+    profile.keep_graphs()
+    if args.kernels and not profile.available():
+        raise InputError("--kernels needs a GPU")
     with console.status("Random weights") as status:
         abstract = nnx.eval_shape(lambda: Models(target, drafter, rngs=nnx.Rngs(0)))
         engine = Engine(
@@ -371,7 +383,7 @@ def run(args) -> int:
     )
     if args.json != "-":
         out = shell.console()
-        out.print(rounds_table(title, rows))
+        out.print(rounds_table(title, rows + baseline))
         if any("stages_ms" in row for row in rows):
             out.print(stages_table(rows))
         if parts:
@@ -392,6 +404,7 @@ def run(args) -> int:
             "read_bytes_per_s": bandwidth,
             "matrix_flops_per_s": rate,
             "rows": rows,
+            "baseline": baseline,
             "parts": parts,
         }
         if sweep:
