@@ -1,5 +1,6 @@
 """scripts/bench.py: acceptance on a spoken tiny pair, rounds of the tiny shape, bad usage."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -13,11 +14,12 @@ from test_decode_command import write_tokenizer
 
 from ddtree_jax import Engine, rounds
 from ddtree_jax import tree as trees
-from ddtree_jax.commands import bench_round
+from ddtree_jax.commands import bench_round, hugging_face
 from ddtree_jax.commands.bench import by_depth, main
 from ddtree_jax.commands.bench_round import SAMPLING
 from ddtree_jax.commands.floors import attended, attention_bounds, bytes_read, prefill_flops
 from ddtree_jax.commands.stages import recurrent_part
+from ddtree_jax.config import parse_target
 from ddtree_jax.errors import InputError
 from ddtree_jax.models import Models
 from ddtree_jax.shapes import SHAPES
@@ -138,6 +140,45 @@ def test_the_bounds_of_attention():
     )
 
 
+def test_the_baseline_needs_torch(capsys, monkeypatch):
+    found = hugging_face.importlib.util.find_spec
+    monkeypatch.setattr(
+        hugging_face.importlib.util,
+        "find_spec",
+        lambda name: None if name == "torch" else found(name),
+    )
+    assert main(["round", "--shape", "tiny", "--baseline"]) == 2
+    assert capsys.readouterr().err.startswith("error: --baseline needs torch")
+
+
+def test_the_baselines_configuration_is_transformers_own():
+    """What is timed there has the shape of what is timed here."""
+    from transformers import AutoConfig
+
+    target, _ = SHAPES["qwen3-4b"]
+    values = hugging_face.config_values(target, target.max_position)
+    theirs = AutoConfig.for_model(values.pop("model_type"), **values)
+    written = json.loads(theirs.to_json_string(use_diff=False))
+    again = parse_target(written | {"architectures": ["Qwen3ForCausalLM"]}, "config.json")
+    # transformers names no default for the stop ids; all else is what went in.
+    assert dataclasses.replace(again, stop_ids=()) == target
+    with pytest.raises(InputError, match="--baseline"):
+        hugging_face.config_values(SHAPES["qwen3.5-4b"][0], 4096)
+
+
+def test_startup_cold_and_warm(tmp_path):
+    out = tmp_path / "startup.json"
+    argv = ["startup", "--shape", "tiny", "--budget", "3", "--prompt", "5"]
+    assert main([*argv, "--json", str(out)]) == 0
+    cold, warm = json.loads(out.read_text())["rows"]
+    assert [cold["label"], warm["label"]] == ["cold", "warm"]
+    for row in (cold, warm):
+        assert set(row["programs_s"]) == {"prefill", "tree_round"}
+        assert row["begin_s"] < row["first_token_s"] < row["first_round_s"]
+    # The warm process found every program that the cold one left.
+    assert 0 < cold["cache_bytes"] == warm["cache_bytes"]
+
+
 @pytest.fixture
 def spoken(tmp_path):
     """A pair with a tokenizer and two small sets, as arguments of the command."""
@@ -208,6 +249,13 @@ def test_acceptance_by_depth():
         (["round", "--shape", "gpt"], "--shape"),
         (["round", "--budget", "x"], "--budget"),
         (["round", "--context", "0"], "--context"),
+        (["round", "--prompt", "many"], "--prompt is 'many'"),
+        (["round", "--attention-at", "0"], "--attention-at holds 0"),
+        (["round", "--budget", "1-512", "--rounds", "5"], "tree budget is 512"),
+        (["round", "--budget", "1-8", "--kernels"], "--kernels"),
+        (["round", "--kernels", "--shape", "tiny"], "--kernels needs a GPU"),
+        (["startup", "--prompt", "0"], "--prompt is 0"),
+        (["startup", "--budget", "512"], "--budget is 512"),
         (["unknown"], "unknown"),
         ([], "command"),
     ],

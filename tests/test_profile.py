@@ -2,6 +2,7 @@
 
 import random
 
+import jax.numpy as jnp
 import pytest
 from jax.profiler import ProfileData
 
@@ -68,6 +69,13 @@ def test_summary_of_two_streams():
 def test_a_trace_without_kernels_is_an_error():
     with pytest.raises(RunError, match=profile.GRAPHS_FLAG):
         profile.summary(trace(("/host:CPU", "python", "dispatch", 0, 900)))
+
+
+def test_a_trace_is_taken_and_read():
+    calls = []
+    with pytest.raises(RunError, match="recorded nothing"):  # as a CPU has no streams
+        profile.traced(lambda: calls.append(1) or jnp.ones(3) + 1)
+    assert calls == [1]
 
 
 def test_the_users_flags_stay(monkeypatch):

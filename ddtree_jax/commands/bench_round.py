@@ -41,8 +41,18 @@ KERNELS_SHOWN = 25
 AHEAD = 2  # rounds dispatched before the oldest is waited for
 
 
+COLUMNS = (
+    "Milliseconds of a round with random weights. median, p10, p90: between rounds that complete, "
+    "by the host's clock. floor: the bytes a round must read over the read bandwidth measured in "
+    "the same run. On a GPU also device: a round that waited in the device's queue, so that the "
+    "host has no part in it; busy: while any kernel ran, from a profile; idle: of the median."
+)
+
+
 def add_parser(commands) -> None:
-    parser = commands.add_parser("round", help="milliseconds per round, random weights")
+    parser = commands.add_parser(
+        "round", help="milliseconds per round, random weights", description=COLUMNS
+    )
     add = parser.add_argument
     add("--shape", choices=sorted(SHAPES), default="qwen3-8b")
     add(
@@ -201,7 +211,7 @@ def wall_row(engine: Engine, case: Case, count: int, bandwidth: float) -> dict[s
 
 
 def device_row(engine: Engine, case: Case, wall_ms: float) -> dict[str, Any]:
-    """What the device did in a round: see `device_ms` and the others in the command's help."""
+    """What the device did in a round (see COLUMNS), and its kernels."""
     program, leaves, state = engine.round_at(case.options, case.context, case.slots)
 
     def one_round() -> jax.Array:
@@ -296,20 +306,39 @@ def parts_table(parts: list[dict[str, Any]]) -> Table:
     return number_table("Beside the rounds; attention: one layer", parts, texts, numbers)
 
 
-def run(args) -> int:
-    if args.json:
-        shell.check_writable(args.json)
-    budgets = number_list("--budget", args.budget)
-    contexts = number_list("--context", args.context)
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a command line asks for.
+
+    sweep: tree sizes in a range, of which only whole rounds are timed. prompts: tokens to prefill.
+    lengths: contexts at which attention is measured alone.
+    """
+
+    cases: list[Case]
+    contexts: list[int]
+    sweep: bool
+    prompts: list[int]
+    lengths: list[int]
+
+    @property
+    def longest(self) -> int:
+        return max(*(case.slots for case in self.cases), *(n + 1 for n in self.prompts), 0)
+
+
+def planned(args) -> Plan:
+    """Raises InputError naming the flag whose value cannot be used."""
+    lists = {
+        name: number_list("--" + name.replace("_", "-"), text) if text is not None else []
+        for name in ("budget", "context", "prompt", "attention_at")
+        for text in [getattr(args, name)]
+    }
     sweep = "-" in args.budget
-    prompts = number_list("--prompt", args.prompt) if args.prompt else []
-    lengths = number_list("--attention-at", args.attention_at) if args.attention_at else []
     if args.rounds < 1:
         raise InputError(f"--rounds is {args.rounds}; expected at least 1")
-    target, drafter = SHAPES[args.shape]
-    dtype = api.DTYPES[args.dtype]
+    if args.kernels and sweep:
+        raise InputError("--kernels goes with a list of budgets; --budget is a range")
     kinds = [("ar", Options(mode="ar")), ("dflash", Options(mode="dflash"))]
-    for budget in budgets:
+    for budget in lists["budget"]:
         tree = Options(mode="ddtree", tree_budget=budget)
         kinds.append((f"ddtree {budget}", tree))
         if args.sampling:
@@ -317,97 +346,104 @@ def run(args) -> int:
                 (f"ddtree {budget}, {name}", dataclasses.replace(tree, **changes))
                 for name, changes in SAMPLING.items()
             ]
+    _, drafter = SHAPES[args.shape]
     more = 2 * (max(args.rounds, 2 * TRACED) + WARM_UP + AHEAD) + drafter.block_size
     cases = [
         Case(label, options, context, bucket(context + more))
-        for context, (label, options) in itertools.product(contexts, kinds)
+        for context, (label, options) in itertools.product(lists["context"], kinds)
     ]
-    longest = max(target.max_position, *(case.slots for case in cases), *(n + 1 for n in prompts))
-    profile.keep_graphs()
-    if args.kernels and sweep:
-        raise InputError("--kernels goes with a list of budgets; --budget is a range")
-    if args.kernels and not profile.available():
-        raise InputError("--kernels needs a GPU")
+    return Plan(cases, lists["context"], sweep, lists["prompt"], lists["attention_at"])
+
+
+def measured(engine: Engine, plan: Plan, count: int, status) -> dict[str, Any]:
+    """Everything of a plan; `count` rounds of each case by the host's clock."""
+    programs = [
+        engine._round_program(case.options, case.slots, sampler_of([case.options]))
+        for case in plan.cases
+    ] + [bench_parts.prefill_program(engine, tokens) for tokens in plan.prompts]
+    # Compiling times kernels on the device, too: it is over before anything is measured.
+    for done, program in enumerate(programs):
+        status.update(f"Compiling: {done} of {len(programs)} programs")
+        program.result()
+    status.update("Random weights")
+    jax.block_until_ready(engine._leaves.result())
+    bandwidth, rate = read_bandwidth(), matrix_rate(engine.dtype)
+    rows, parts = [], []
+    for case in plan.cases:
+        status.update(f"Measuring {case.label}, context {case.context}")
+        rows.append(wall_row(engine, case, count, bandwidth))
+    for tokens in plan.prompts:
+        status.update(f"Measuring prefill of {tokens} tokens")
+        parts.append(bench_parts.prefill_row(engine, tokens, rate))
+    # The profiler comes last, so that nothing of it is in the times above.
+    for case, row in zip(plan.cases, rows, strict=True) if not plan.sweep else ():
+        status.update(f"Profiling {case.label}, context {case.context}")
+        if profile.available():
+            row |= device_row(engine, case, row["median_ms"])
+        if case.staged:
+            row["stages_ms"] = stages(engine, case.options, case.context, case.slots)
+    for context, nodes in itertools.product(plan.lengths, bench_parts.ATTENTION_NODES):
+        status.update(f"Measuring attention, context {context}")
+        row = bench_parts.attention_row(engine, nodes, context, bandwidth, rate)
+        parts.append(row | {"round_percent": bench_parts.round_share(row, rows)})
+    result = {
+        "device": jax.devices()[0].device_kind,
+        "attention": engine.attention,
+        "read_bytes_per_s": bandwidth,
+        "matrix_flops_per_s": rate,
+        "rows": rows,
+        "parts": parts,
+    }
+    return result | ({"jumps": jumps(rows)} if plan.sweep else {})
+
+
+def show(result: dict[str, Any], kernels: bool) -> None:
+    out = shell.console()
+    title = (
+        f"{result['shape']}, random weights, {result['dtype']}, {result['device']}, attention: "
+        f"{result['attention']}; reads at {result['read_bytes_per_s'] / 1e9:.0f} GB/s, multiplies "
+        f"at {result['matrix_flops_per_s'] / 1e12:.3g} TFLOP/s"
+    )
+    rows = result["rows"]
+    out.print(rounds_table(title, rows + result["baseline"]))
+    if any("stages_ms" in row for row in rows):
+        out.print(stages_table(rows))
+    if result["parts"]:
+        out.print(parts_table(result["parts"]))
+    if "jumps" in result:
+        out.print(*jump_lines(result["jumps"]), sep="\n", highlight=False)
+    for row in rows if kernels else ():
+        out.print(kernel_table(row))
+
+
+def run(args) -> int:
+    if args.json:
+        shell.check_writable(args.json)
+    plan = planned(args)
+    target, drafter = SHAPES[args.shape]
     console = shell.console(stderr=True)
     baseline = []
-    if args.baseline:
+    if args.baseline:  # before JAX takes most of the GPU's memory
         with console.status("Hugging Face generate"):
-            baseline = hugging_face.baseline(target, contexts, args.dtype)
+            baseline = hugging_face.baseline(target, plan.contexts, args.dtype)
     profile.keep_graphs()
     if args.kernels and not profile.available():
         raise InputError("--kernels needs a GPU")
+    dtype = api.DTYPES[args.dtype]
     with console.status("Random weights") as status:
         abstract = nnx.eval_shape(lambda: Models(target, drafter, rngs=nnx.Rngs(0)))
         engine = Engine(
-            dataclasses.replace(target, max_position=longest),
+            dataclasses.replace(target, max_position=max(target.max_position, plan.longest)),
             drafter,
             lambda: random_parameters(abstract, dtype),
             dtype=dtype,
             attention=args.attention,
         )
-        programs = [
-            engine._round_program(case.options, case.slots, sampler_of([case.options]))
-            for case in cases
-        ] + [bench_parts.prefill_program(engine, count) for count in prompts]
-        # Compiling times kernels on the device, too: it is over before anything is measured.
-        for done, program in enumerate(programs):
-            status.update(f"Compiling: {done} of {len(programs)} programs")
-            program.result()
-        status.update("Random weights")
-        jax.block_until_ready(engine._leaves.result())
-        bandwidth = read_bandwidth()
-        rate = matrix_rate(dtype)
-        rows, parts = [], []
-        for case in cases:
-            status.update(f"Measuring {case.label}, context {case.context}")
-            rows.append(wall_row(engine, case, args.rounds, bandwidth))
-        # The profiler comes last, so that nothing of it is in the times above.
-        for case, row in zip(cases, rows, strict=True) if not sweep else ():
-            status.update(f"Profiling {case.label}, context {case.context}")
-            if profile.available():
-                row |= device_row(engine, case, row["median_ms"])
-            if case.staged:
-                row["stages_ms"] = stages(engine, case.options, case.context, case.slots)
-        for count in prompts:
-            status.update(f"Measuring prefill of {count} tokens")
-            parts.append(bench_parts.prefill_row(engine, count, rate))
-        for context, nodes in itertools.product(lengths, bench_parts.ATTENTION_NODES):
-            status.update(f"Measuring attention, context {context}")
-            row = bench_parts.attention_row(engine, nodes, context, bandwidth, rate)
-            parts.append(row | {"round_percent": bench_parts.round_share(row, rows)})
-    device = jax.devices()[0].device_kind
-    title = (
-        f"{args.shape}, random weights, {args.dtype}, {device}, attention: "
-        f"{engine.attention}; reads at {bandwidth / 1e9:.0f} GB/s, multiplies at "
-        f"{rate / 1e12:.3g} TFLOP/s"
-    )
+        result = measured(engine, plan, args.rounds, status)
+    shared = {"schema": 1, "shape": args.shape, "weights": "random", "dtype": args.dtype}
+    result = shared | result | {"baseline": baseline}
     if args.json != "-":
-        out = shell.console()
-        out.print(rounds_table(title, rows + baseline))
-        if any("stages_ms" in row for row in rows):
-            out.print(stages_table(rows))
-        if parts:
-            out.print(parts_table(parts))
-        if sweep:
-            out.print(*jump_lines(jumps(rows)), sep="\n", highlight=False)
-        if args.kernels:
-            for row in rows:
-                out.print(kernel_table(row))
+        show(result, args.kernels)
     if args.json:
-        result = {
-            "schema": 1,
-            "shape": args.shape,
-            "weights": "random",
-            "dtype": args.dtype,
-            "attention": engine.attention,
-            "device": device,
-            "read_bytes_per_s": bandwidth,
-            "matrix_flops_per_s": rate,
-            "rows": rows,
-            "baseline": baseline,
-            "parts": parts,
-        }
-        if sweep:
-            result["jumps"] = jumps(rows)
         shell.write_json(args.json, result)
     return shell.OK

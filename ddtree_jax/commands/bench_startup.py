@@ -5,6 +5,7 @@ second finds there what is kept between processes. `python -m ddtree_jax.command
 such a process: it reads what to do from standard input and prints what it took.
 """
 
+import functools
 import json
 import os
 import subprocess
@@ -142,10 +143,12 @@ def _main() -> None:
     ready: dict[str, float] = {}
     options = Options(tree_budget=request["budget"], max_new_tokens=64, stop_ids=())
     engine.prepare(options, request["prompt"])
+
+    def note(name: str, _) -> None:
+        ready[name] = time.time() - began
+
     for key, program in engine._programs.items():
-        program.add_done_callback(
-            lambda _, name=key[0]: ready.setdefault(name, time.time() - began)
-        )
+        program.add_done_callback(functools.partial(note, key[0]))
     prompt = np.random.default_rng(0).integers(target.vocab_size, size=request["prompt"])
     stamps = []
     for _ in engine.run([prompt.tolist()], options):

@@ -93,6 +93,8 @@ def traced(work: Callable[[], Any]) -> Profile:
     """
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level = options.python_tracer_level = 0
+    options.enable_hlo_proto = False
+    options.raise_error_on_start_failure = True
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             jax.block_until_ready(work())
