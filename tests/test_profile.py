@@ -5,9 +5,12 @@ import random
 import jax.numpy as jnp
 import pytest
 from jax.profiler import ProfileData
+from rich.console import Console
 
-from ddtree_jax.commands import profile
+from ddtree_jax.commands import bench_round, profile, timing
+from ddtree_jax.engine import Options
 from ddtree_jax.errors import RunError
+from ddtree_jax.rounds import Emitted
 
 
 def test_overlaps_count_once():
@@ -86,3 +89,55 @@ def test_the_users_flags_stay(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", f"--{profile.GRAPHS_FLAG}=false")
     profile.keep_graphs()
     assert profile.os.environ["XLA_FLAGS"] == f"--{profile.GRAPHS_FLAG}=false"
+
+
+def test_rounds_on_the_device(monkeypatch):
+    """What a GPU's rows say, with a trace of two kernels in place of the device."""
+    ran = []
+
+    class Engine:
+        def round_at(self, options, context, slots):
+            return self.program, [], context
+
+        def program(self, leaves, state):
+            ran.append(state)
+            return state + 1, Emitted(jnp.zeros((1, 1)), jnp.ones((1,)), jnp.zeros((1,)))
+
+    def traced(work):
+        work()
+        kernels = (profile.Kernel("gemm", 3 * count, 90.0 * count), profile.Kernel("top_k", 1, 5.0))
+        return profile.Profile(0.09 * count, 0.2 * count, kernels)
+
+    count = bench_round.TRACED
+    monkeypatch.setattr(profile, "traced", traced)
+    monkeypatch.setattr(timing, "queued", lambda call, n: [call() for _ in range(n)] and 0.12)
+    case = bench_round.Case("ddtree 7", Options(tree_budget=7), 100, 256)
+    row = bench_round.device_row(Engine(), case, wall_ms=0.15)
+    assert ran == list(range(100, 100 + 2 * count))  # each round follows the one before it
+    assert (row["device_ms"], row["busy_ms"]) == (0.12, pytest.approx(0.09))
+    assert row["idle_percent"] == pytest.approx(40)
+    assert row["kernels"][0] == {
+        "name": "gemm",
+        "per_round": 3,
+        "us_each": 30,
+        "us_per_round": 90,
+    }
+    row |= {"label": case.label, "context": 100, "median_ms": 0.15}
+    out = Console(record=True, width=120)
+    out.print(bench_round.rounds_table("x", [row]), bench_round.kernel_table(row))
+    text = out.export_text()
+    assert "busy ms" in text
+    assert "idle %" in text
+    assert "gemm" in text
+
+
+def test_a_host_that_is_behind_is_not_in_the_figure(monkeypatch):
+    monkeypatch.setattr(timing, "_products", lambda x: x)  # the device is given nothing to do
+    calls = []
+
+    def call():
+        calls.append(1)
+        return jnp.zeros(3).block_until_ready()
+
+    assert timing.queued(call, 5) is None
+    assert len(calls) == 6
