@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import shutil
 
 import jax
@@ -14,7 +15,7 @@ from test_decode_command import write_tokenizer
 
 from ddtree_jax import Engine, rounds
 from ddtree_jax import tree as trees
-from ddtree_jax.commands import bench_round, hugging_face
+from ddtree_jax.commands import bench_round, hugging_face, sweep
 from ddtree_jax.commands.bench import by_depth, main
 from ddtree_jax.commands.bench_round import SAMPLING
 from ddtree_jax.commands.floors import attended, attention_bounds, bytes_read, prefill_flops
@@ -26,6 +27,12 @@ from ddtree_jax.shapes import SHAPES
 from ddtree_jax.training import prompts
 
 NAME = "qwen3_gqa"
+
+
+@pytest.fixture(autouse=True)
+def _flags(monkeypatch):
+    """The command adds to XLA_FLAGS; other tests' programs are kept under what was there."""
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
 
 
 def test_round_measures_every_program(tmp_path, capsys, monkeypatch):
@@ -59,12 +66,12 @@ def test_round_measures_every_program(tmp_path, capsys, monkeypatch):
 
 
 def test_number_lists():
-    assert bench_round.number_list("--budget", "15, 63") == [15, 63]
-    assert bench_round.number_list("--budget", "1-4") == [1, 2, 3, 4]
-    assert bench_round.number_list("--budget", "1-20:8,63,9") == [1, 9, 17, 63]
+    assert sweep.number_list("--budget", "15, 63") == [15, 63]
+    assert sweep.number_list("--budget", "1-4") == [1, 2, 3, 4]
+    assert sweep.number_list("--budget", "1-20:8,63,9") == [1, 9, 17, 63]
     for wrong in ("", "x", "-5", "0-3", "3-1", "1-9:0", "1-", "1-5:", "1.5"):
         with pytest.raises(InputError, match="--budget"):
-            bench_round.number_list("--budget", wrong)
+            sweep.number_list("--budget", wrong)
 
 
 def test_jumps_of_a_sweep_name_tile_edges():
@@ -76,7 +83,7 @@ def test_jumps_of_a_sweep_name_tile_edges():
     rows = [row(65, 2.4), row(62, 1.0), row(63, 1.2), row(64, 1.3), row(16, 9.0, 128)]
     rows += [row(17, 11.0, 128), row(9, 1.0, 128), dict(row(64, 99.0), label="ddtree 63, top-k")]
     rows += [dict(row(2, 0.1), label="ar", tree_budget=None)]
-    found = bench_round.jumps(rows)
+    found = sweep.jumps(rows)
     assert [(each["context"], each["nodes"], each["tile_edge"]) for each in found] == [
         (64, [62, 63], None),
         (64, [64, 65], 64),
@@ -84,7 +91,7 @@ def test_jumps_of_a_sweep_name_tile_edges():
         (128, [16, 17], 16),
     ]
     assert found[0]["growth_percent"] == pytest.approx(20)
-    assert "64 to 65 nodes, context 64: +85 % (edge of 64)" in bench_round.jump_lines(found)[2]
+    assert "64 to 65 nodes, context 64: +85 % (edge of 64)" in sweep.jump_lines(found)[2]
 
 
 def test_the_recurrent_part_of_a_round_leaves_nothing_out():
@@ -251,7 +258,8 @@ def test_acceptance_by_depth():
         (["round", "--context", "0"], "--context"),
         (["round", "--prompt", "many"], "--prompt is 'many'"),
         (["round", "--attention-at", "0"], "--attention-at holds 0"),
-        (["round", "--budget", "1-512", "--rounds", "5"], "tree budget is 512"),
+        (["round", "--budget", "1-512", "--rounds", "5"], "--budget holds 512; expected 1 to 511"),
+        (["round", "--prefill-chunk", "0"], "--prefill-chunk is 0"),
         (["round", "--budget", "1-8", "--kernels"], "--kernels"),
         (["round", "--kernels", "--shape", "tiny"], "--kernels needs a GPU"),
         (["startup", "--prompt", "0"], "--prompt is 0"),

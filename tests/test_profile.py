@@ -7,7 +7,7 @@ import pytest
 from jax.profiler import ProfileData
 from rich.console import Console
 
-from ddtree_jax.commands import bench_round, profile, timing
+from ddtree_jax.commands import bench_round, profile, round_tables, timing
 from ddtree_jax.engine import Options
 from ddtree_jax.errors import RunError
 from ddtree_jax.rounds import Emitted
@@ -124,7 +124,7 @@ def test_rounds_on_the_device(monkeypatch):
     }
     row |= {"label": case.label, "context": 100, "median_ms": 0.15}
     out = Console(record=True, width=120)
-    out.print(bench_round.rounds_table("x", [row]), bench_round.kernel_table(row))
+    out.print(round_tables.rounds_table("x", [row]), round_tables.kernel_table(row))
     text = out.export_text()
     assert "busy ms" in text
     assert "idle %" in text

@@ -6,7 +6,6 @@ Random weights measure cost per round and never a speed-up: nothing they draft i
 import collections
 import dataclasses
 import itertools
-import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from rich.table import Table
 
 from ddtree_jax import api
-from ddtree_jax.commands import bench_parts, hugging_face, profile, shell, timing
+from ddtree_jax.commands import bench_parts, hugging_face, profile, round_tables, shell, timing
 from ddtree_jax.commands.floors import bytes_read, matrix_rate, read_bandwidth
 from ddtree_jax.commands.stages import stages
+from ddtree_jax.commands.sweep import jumps, number_list
 from ddtree_jax.engine import ATTENTION, Engine, Options, bucket, sampler_of
 from ddtree_jax.errors import InputError
 from ddtree_jax.models import Models, parameter_name, parameter_shapes
@@ -35,9 +34,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "min-p": dict(temperature=1.0, min_p=0.05),
     "penalties": dict(repetition_penalty=1.1, presence_penalty=0.5),
 }
-TILES = (8, 16, 64)  # nodes
 TRACED = 20  # rounds that are measured on the device itself
-KERNELS_SHOWN = 25
 AHEAD = 2  # rounds dispatched before the oldest is waited for
 
 
@@ -66,6 +63,7 @@ def add_parser(commands) -> None:
     )
     add("--rounds", type=int, default=60)
     add("--prompt", metavar="N", help="also the time to the first token after N prompt tokens")
+    add("--prefill-chunk", type=int, metavar="N", help="prompt tokens per prefill step")
     add(
         "--attention-at",
         metavar="S",
@@ -115,65 +113,6 @@ def measure(program: Callable, leaves, state, count: int) -> np.ndarray:
     if length >= state.cache.slots:
         raise InputError("the rounds filled the cache: give fewer --rounds")
     return 1e3 * np.diff(stamps)[WARM_UP:]
-
-
-def number_list(flag: str, text: str) -> list[int]:
-    """The numbers of a flag: 15, or 15,63, or 1-127 (in steps: 1-128:8), in any mixture."""
-    numbers: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part.strip(), flags=re.ASCII)
-        if match is None:
-            raise InputError(f"{flag} is {text!r}; expected numbers as in 15,63 or 1-128:8")
-        first, last, step = (None if x is None else int(x) for x in match.groups())
-        assert first is not None
-        if first < 1 or step == 0 or (last is not None and last < first):
-            raise InputError(
-                f"{flag} holds {part.strip()}; expected at least 1, and a rising range"
-            )
-        numbers += range(first, (last or first) + 1, step or 1)
-    return list(dict.fromkeys(numbers))
-
-
-def jumps(rows: list[dict[str, Any]], limit: float = 0.15) -> list[dict[str, Any]]:
-    """Where a greedy tree round grows by more than `limit` from one tree size to the next.
-
-    Tile edges are the largest of 8, 16 and 64 nodes of which the larger tree needs one more.
-    """
-    found = []
-    by_context: dict[int, list[dict[str, Any]]] = collections.defaultdict(list)
-    for row in rows:
-        if row["label"] == f"ddtree {row['tree_budget']}":
-            by_context[row["context"]].append(row)
-    for context, group in by_context.items():
-        group = sorted(group, key=lambda row: row["tree_budget"])
-        for small, large in itertools.pairwise(group):
-            growth = large["median_ms"] / small["median_ms"] - 1
-            nodes = small["tree_budget"] + 1, large["tree_budget"] + 1
-            tiles = [tile for tile in TILES if -(-nodes[0] // tile) < -(-nodes[1] // tile)]
-            if growth > limit:
-                found.append(
-                    {
-                        "context": context,
-                        "nodes": list(nodes),
-                        "growth_percent": 100 * growth,
-                        "tile_edge": max(tiles, default=None),
-                    }
-                )
-    return found
-
-
-def jump_lines(found: list[dict[str, Any]]) -> list[str]:
-    if not found:
-        return ["No tree size's round is more than 15 % longer than that of the size before it."]
-    lines = ["Rounds more than 15 % longer than that of the size before:"]
-    for jump in found:
-        small, large = jump["nodes"]
-        edge = "no tile edge" if jump["tile_edge"] is None else f"edge of {jump['tile_edge']}"
-        lines.append(
-            f"  {small} to {large} nodes, context {jump['context']}: "
-            f"+{jump['growth_percent']:.0f} % ({edge})"
-        )
-    return lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,74 +177,6 @@ def device_row(engine: Engine, case: Case, wall_ms: float) -> dict[str, Any]:
     }
 
 
-def kernel_table(row: dict[str, Any]) -> Table:
-    table = Table(title=f"{row['label']}, context {row['context']}: kernels of a round")
-    for column in ("kernel", "per round", "us each", "us per round"):
-        table.add_column(column, justify="left" if column == "kernel" else "right")
-    for kernel in row["kernels"][:KERNELS_SHOWN]:
-        table.add_row(
-            kernel["name"],
-            f"{kernel['per_round']:.4g}",
-            f"{kernel['us_each']:.2f}",
-            f"{kernel['us_per_round']:.1f}",
-        )
-    rest = sum(kernel["us_per_round"] for kernel in row["kernels"][KERNELS_SHOWN:])
-    table.add_row(f"{len(row['kernels'][KERNELS_SHOWN:])} others", "", "", f"{rest:.1f}")
-    return table
-
-
-def number_table(
-    title: str, rows: list[dict[str, Any]], texts: dict[str, str], numbers: dict[str, str]
-) -> Table:
-    """Rows by column title and key; columns of numbers that no row has are left out."""
-    table = Table(title=title)
-    numbers = {
-        name: key for name, key in numbers.items() if any(row.get(key) is not None for row in rows)
-    }
-    for column in (*texts, *numbers):
-        table.add_column(column, justify="left" if column == next(iter(texts)) else "right")
-    for row in rows:
-        cells = [str(row[key]) for key in texts.values()]
-        for key in numbers.values():
-            number = row.get(key)
-            cells.append("" if number is None else f"{number:.3g}")
-        table.add_row(*cells)
-    return table
-
-
-def rounds_table(title: str, rows: list[dict[str, Any]]) -> Table:
-    numbers = {
-        "median ms": "median_ms",
-        "p10": "p10_ms",
-        "p90": "p90_ms",
-        "floor ms": "floor_ms",
-        "ratio": "ratio",
-        "device ms": "device_ms",
-        "busy ms": "busy_ms",
-        "idle %": "idle_percent",
-    }
-    return number_table(title, rows, {"program": "label", "context": "context"}, numbers)
-
-
-def stages_table(rows: list[dict[str, Any]]) -> Table:
-    rows = [row | row["stages_ms"] for row in rows if "stages_ms" in row]
-    parts = {part: part for row in rows for part in row["stages_ms"]}
-    texts = {"program": "label", "context": "context"}
-    return number_table("Parts of a round, ms, each alone", rows, texts, parts)
-
-
-def parts_table(parts: list[dict[str, Any]]) -> Table:
-    numbers = {
-        "ms": "ms",
-        "busy ms": "busy_ms",
-        "floor ms": "floor_ms",
-        "ratio": "ratio",
-        "% of round": "round_percent",
-    }
-    texts = {"program": "label", "tokens": "tokens", "floor is": "bound"}
-    return number_table("Beside the rounds; attention: one layer", parts, texts, numbers)
-
-
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """What a command line asks for.
@@ -333,8 +204,12 @@ def planned(args) -> Plan:
         for text in [getattr(args, name)]
     }
     sweep = "-" in args.budget
-    if args.rounds < 1:
-        raise InputError(f"--rounds is {args.rounds}; expected at least 1")
+    for name in ("rounds", "prefill_chunk"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise InputError(f"--{name.replace('_', '-')} is {value}; expected at least 1")
+    if max(lists["budget"]) > 511:
+        raise InputError(f"--budget holds {max(lists['budget'])}; expected 1 to 511 nodes")
     if args.kernels and sweep:
         raise InputError("--kernels goes with a list of budgets; --budget is a range")
     kinds = [("ar", Options(mode="ar")), ("dflash", Options(mode="dflash"))]
@@ -397,25 +272,6 @@ def measured(engine: Engine, plan: Plan, count: int, status) -> dict[str, Any]:
     return result | ({"jumps": jumps(rows)} if plan.sweep else {})
 
 
-def show(result: dict[str, Any], kernels: bool) -> None:
-    out = shell.console()
-    title = (
-        f"{result['shape']}, random weights, {result['dtype']}, {result['device']}, attention: "
-        f"{result['attention']}; reads at {result['read_bytes_per_s'] / 1e9:.0f} GB/s, multiplies "
-        f"at {result['matrix_flops_per_s'] / 1e12:.3g} TFLOP/s"
-    )
-    rows = result["rows"]
-    out.print(rounds_table(title, rows + result["baseline"]))
-    if any("stages_ms" in row for row in rows):
-        out.print(stages_table(rows))
-    if result["parts"]:
-        out.print(parts_table(result["parts"]))
-    if "jumps" in result:
-        out.print(*jump_lines(result["jumps"]), sep="\n", highlight=False)
-    for row in rows if kernels else ():
-        out.print(kernel_table(row))
-
-
 def run(args) -> int:
     if args.json:
         shell.check_writable(args.json)
@@ -427,6 +283,7 @@ def run(args) -> int:
         with console.status("Hugging Face generate"):
             baseline = hugging_face.baseline(target, plan.contexts, args.dtype)
     profile.keep_graphs()
+    api._keep_compiled_programs()
     if args.kernels and not profile.available():
         raise InputError("--kernels needs a GPU")
     dtype = api.DTYPES[args.dtype]
@@ -437,13 +294,14 @@ def run(args) -> int:
             drafter,
             lambda: random_parameters(abstract, dtype),
             dtype=dtype,
+            prefill_chunk=args.prefill_chunk,
             attention=args.attention,
         )
         result = measured(engine, plan, args.rounds, status)
     shared = {"schema": 1, "shape": args.shape, "weights": "random", "dtype": args.dtype}
     result = shared | result | {"baseline": baseline}
     if args.json != "-":
-        show(result, args.kernels)
+        round_tables.show(result, kernels=args.kernels)
     if args.json:
         shell.write_json(args.json, result)
     return shell.OK
