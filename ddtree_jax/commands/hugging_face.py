@@ -83,7 +83,7 @@ def _main() -> None:
     class Clock(BaseStreamer):
         """When each token reached the host; the first call brings the prompt."""
 
-        def __init__(self):
+        def __init__(self) -> None:
             self.stamps: list[float] = []
 
         def put(self, value):
