@@ -102,6 +102,7 @@ def _partial(
     chunk = min(h, 128)  # columns of the output per accumulator
     chunks = [pl.ds(start, chunk) for start in range(0, h, chunk)]
     beside_tiles = -(-m // keys)
+    scale = h**-0.5 * LOG2_E  # of scores, to log2 units
 
     def tree_attention_kernel(
         qkv_ref, k_ref, v_ref, words_ref, lower_ref, lowest_ref, highest_ref, length_ref, *refs
@@ -117,9 +118,13 @@ def _partial(
         end = length_ref[batch]
         first = lowest_ref[batch] // keys
         prefix = jnp.maximum((end + keys - 1) // keys - first, 0)
-        share = (prefix + beside_tiles + splits - 1) // splits
-        start = jnp.minimum(split * share, prefix + beside_tiles)
-        stop = jnp.minimum(start + share, prefix + beside_tiles)
+        # A single tile beside costs no time on the memory: the last split takes it on top.
+        everything = prefix + beside_tiles
+        divided = prefix if beside_tiles == 1 else everything
+        share = (divided + splits - 1) // splits
+        start = jnp.minimum(split * share, divided)
+        stop = jnp.minimum(start + share, divided)
+        stop = jnp.where(split == splits - 1, everything, stop)
         begin, limit = (first + jnp.minimum(x, prefix) for x in (start, stop))
         # Of [begin, limit), all rows see the tiles [inner, inner_end) whole.
         inner = jnp.clip((highest_ref[batch] + keys - 1) // keys, begin, limit)
@@ -190,13 +195,13 @@ def _partial(
 
                 s = pl.run_scoped(scores, plgpu.ACC((ROWS, keys), jnp.float32))
                 plgpu.barrier_arrive(k_free.at[slot])
-                s = s * (h**-0.5 * LOG2_E)
                 if seen_of is not None:
                     seen = seen_of(key_tile, s.shape)
                     s = jnp.where(seen, s, LOWEST)
                 new_peak = jnp.maximum(peak, s.max(axis=1))
-                decay = jnp.exp2(peak - new_peak)
-                p = jnp.exp2(s - spread(new_peak, s.shape))
+                decay = jnp.exp2((peak - new_peak) * scale)
+                # Scaled here, where it is one instruction with the subtraction.
+                p = jnp.exp2(s * scale - spread(new_peak * scale, s.shape))
                 if seen_of is not None:
                     p = jnp.where(seen, p, 0.0)
                 total = total * decay + p.sum(axis=1)
@@ -228,7 +233,7 @@ def _partial(
                 lambda i, c: visit(edges + inners + i, beside + i, seen_beside, c),
                 carry,
             )
-            stats_smem[worker, 0] = peak
+            stats_smem[worker, 0] = peak * scale
             stats_smem[worker, 1] = total
             target = (split, z_index, pl.ds(tile * ROWS, ROWS))
             for start in range(0, h, PART):
