@@ -5,6 +5,7 @@ result adds the parts up (see rows.py), which saves a kernel just for that.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,28 +61,63 @@ def preferred(rows: int, k: int, n: int) -> bool:
     return 16 < rows <= 64 or (64 < rows <= MAX_ROWS and n <= k)
 
 
+class Schedule(NamedTuple):
+    """How a product is divided.
+
+    tile: columns of the weight per block. parts: of the contracted axis. resident: blocks that
+    share a multiprocessor, so that one reads while another begins or ends; each has the fewer reads
+    under way.
+    """
+
+    tile: int
+    parts: int
+    resident: int = 1
+
+
+def schedules(k: int, n: int) -> list[Schedule]:
+    """All ways to divide a weight [k, n] that fill the multiprocessors at least by two thirds."""
+
+    def fits(plan: Schedule) -> bool:
+        most = plan.resident * MULTIPROCESSORS
+        return 2 / 3 * most < n // plan.tile * plan.parts <= most and k // plan.parts >= 4 * DEPTH
+
+    plans = (
+        Schedule(tile, parts, resident)
+        for tile in (256, 128, 64)
+        for parts in range(1, 9)
+        for resident in (1, 2, 3)
+        if n % tile == 0
+    )
+    return [plan for plan in plans if fits(plan)]
+
+
 @functools.cache
-def schedule(k: int, n: int) -> tuple[int, int]:
-    """Columns per block and parts of the contracted axis.
+def schedule(k: int, n: int) -> Schedule:
+    """How to divide a weight [k, n].
 
     Blocks should fill the multiprocessors once. Wide tiles read the rows less often; every part
     costs a write and a read of its partial sums. The weights of the three are fitted to an H200.
     """
 
-    def cost(tile: int, parts: int) -> float:
-        blocks = n // tile * parts
+    def cost(plan: Schedule) -> float:
+        blocks = n // plan.tile * plan.parts
         waves = -(-blocks // MULTIPROCESSORS)
-        return waves * MULTIPROCESSORS / blocks + 0.04 * parts + 32 / tile
+        return waves * MULTIPROCESSORS / blocks + 0.04 * plan.parts + 32 / plan.tile
 
     most = max(1, min(8, k // DEPTH // 4))
     choices = [
-        (tile, parts) for tile in (256, 128, 64) if n % tile == 0 for parts in range(1, most + 1)
+        Schedule(tile, parts)
+        for tile in (256, 128, 64)
+        if n % tile == 0
+        for parts in range(1, most + 1)
     ]
-    return min(choices, key=lambda choice: cost(*choice))
+    return min(choices, key=cost)
 
 
-@functools.partial(jax.jit, static_argnames=("parts", "interpret"))
-def split_matmul(x_mk: jax.Array, w_kn: jax.Array, *, parts=None, interpret=None) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("plan", "interpret"))
+def split_matmul(
+    x_mk: jax.Array, w_kn: jax.Array, *, plan: Schedule | None = None, interpret=None
+) -> jax.Array:
     """Partial sums float32 [parts, m, n] whose sum is x @ w.
 
     One warpgroup only issues copies: a ring of stages, each a slice of x and of w. Each other
@@ -89,21 +125,23 @@ def split_matmul(x_mk: jax.Array, w_kn: jax.Array, *, parts=None, interpret=None
 
     Args:
       x_mk, w_kn: bfloat16; see `unsupported_reason`.
-      parts: of the contracted axis (static); default: what fills the GPU.
+      plan: default: what fills the GPU.
       interpret: `plgpu.InterpretGPUParams` to run on a CPU.
     """
     count, (k, n) = x_mk.shape[0], w_kn.shape
-    tile, chosen = schedule(k, n)
-    parts = parts or chosen
+    tile, parts, resident = plan = plan or schedule(k, n)
     x_mk = mosaic.pad_rows(x_mk)
     m = x_mk.shape[0]
     workers = -(-m // ROWS)
     rows = workers * ROWS
     share = -(-(k // DEPTH) // parts)
     columns = 64  # of the result that are stored at a time
-    stored_bytes = workers * 2 * ROWS * columns * 4
+    buffers = min(2, tile // columns)
+    stored_bytes = workers * buffers * ROWS * columns * 4
     stage_bytes = 2 * DEPTH * (rows + tile)
-    stages = min(8, share, (mosaic.SHARED_BYTES - stored_bytes) // stage_bytes)
+    stages = min(8, share, (mosaic.SHARED_BYTES // resident - stored_bytes) // stage_bytes)
+    if stages < 2:
+        raise ValueError(f"{plan} leaves room for {stages} stages of {rows} rows; 2 are needed")
     bf16, f32 = mosaic.tiles(64, jnp.bfloat16), mosaic.tiles(columns, jnp.float32)
 
     def stream_kernel(x_ref, w_ref, o_ref, x_smem, w_smem, o_smem, full, free):
@@ -144,8 +182,8 @@ def split_matmul(x_mk: jax.Array, w_kn: jax.Array, *, parts=None, interpret=None
             lax.fori_loop(0, steps, step, None)
             y = accumulator[...]
             for index, start in enumerate(range(0, tile, columns)):
-                staged = o_smem.at[worker, index % 2]
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                staged = o_smem.at[worker, index % buffers]
+                plgpu.wait_smem_to_gmem(buffers - 1, wait_read_only=True)
                 staged[...] = y[:, start : start + columns]
                 plgpu.commit_smem()
                 where = pl.ds(lax.axis_index("tile") * tile + start, columns)
@@ -161,7 +199,10 @@ def split_matmul(x_mk: jax.Array, w_kn: jax.Array, *, parts=None, interpret=None
         def _():
             load()
 
-    stream_kernel.__name__ = stream_kernel.__qualname__ = f"stream_{k}x{n}"  # seen in profiles
+    # Seen in profiles.
+    stream_kernel.__name__ = stream_kernel.__qualname__ = (
+        f"stream_{k}x{n}_{tile}_{parts}_{resident}"
+    )
     y = plgpu.kernel(
         stream_kernel,
         out_type=jax.ShapeDtypeStruct((parts, m, n), jnp.float32),
@@ -172,7 +213,7 @@ def split_matmul(x_mk: jax.Array, w_kn: jax.Array, *, parts=None, interpret=None
         scratch_types=(
             plgpu.SMEM((stages, rows, DEPTH), jnp.bfloat16, transforms=bf16),
             plgpu.SMEM((stages, DEPTH, tile), jnp.bfloat16, transforms=bf16),
-            plgpu.SMEM((workers, 2, ROWS, columns), jnp.float32, transforms=f32),
+            plgpu.SMEM((workers, buffers, ROWS, columns), jnp.float32, transforms=f32),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             plgpu.Barrier(num_arrivals=workers, num_barriers=stages),
         ),

@@ -15,7 +15,7 @@ from test_decode_command import write_tokenizer
 
 from ddtree_jax import Engine, rounds
 from ddtree_jax import tree as trees
-from ddtree_jax.commands import bench_round, hugging_face, sweep
+from ddtree_jax.commands import bench_products, bench_round, hugging_face, profile, sweep
 from ddtree_jax.commands.bench import by_depth, main
 from ddtree_jax.commands.bench_round import SAMPLING
 from ddtree_jax.commands.floors import attended, attention_bounds, bytes_read, prefill_flops
@@ -25,6 +25,7 @@ from ddtree_jax.errors import InputError
 from ddtree_jax.models import Models
 from ddtree_jax.shapes import SHAPES
 from ddtree_jax.training import prompts
+from kernels_pallas import matmul
 
 NAME = "qwen3_gqa"
 
@@ -275,3 +276,20 @@ def test_bad_usage(argv, word, capsys, monkeypatch):
     assert error.startswith("error: ")
     assert error.count("\n") == 1
     assert word in error
+
+
+def test_products_are_timed_where_kernels_run(capsys):
+    assert main(["products"]) == 2
+    assert "needs the kernels: the device is a cpu" in capsys.readouterr().err
+
+
+def test_products_of_the_kernel_are_told_apart(monkeypatch):
+    """The times of one way to divide must not be taken for another's."""
+    plans = [matmul.Schedule(64, 2), matmul.Schedule(64, 2, 2), matmul.Schedule(256, 2)]
+    names = ["stream_512x256_64_2_1_mosaic_gpu_kernel", "stream_512x256_64_2_2_mosaic_gpu_kernel"]
+    kernels = tuple(profile.Kernel(name, 4, 4.0 * (i + 1)) for i, name in enumerate(names))
+    monkeypatch.setattr(profile, "traced", lambda work: profile.Profile(1.0, 1.0, kernels))
+    monkeypatch.setattr(matmul, "split_matmul", lambda x, w, plan: x @ w)
+    x, weights = jnp.ones((16, 512), jnp.bfloat16), [jnp.ones((512, 256), jnp.bfloat16)] * 2
+    times = bench_products.kernel_times(x, weights, plans)
+    assert times == {plans[0]: 1.0, plans[1]: 2.0}

@@ -148,12 +148,17 @@ def test_unsupported_attention_says_why(changes, reason):
 
 
 @pytest.mark.parametrize(
-    ("m", "k", "n", "parts"), [(1, 256, 128, 2), (20, 1088, 192, 1), (72, 192, 256, 2)]
+    ("m", "k", "n", "plan"),
+    [
+        (1, 256, 128, matmul.Schedule(128, 2)),
+        (20, 1088, 192, matmul.Schedule(64, 1, 3)),
+        (72, 192, 256, matmul.Schedule(256, 2)),
+    ],
 )
-def test_split_matmul_equals_the_reference(m, k, n, parts):
+def test_split_matmul_equals_the_reference(m, k, n, plan):
     x, w = normal(0, m, k), normal(1, k, n)
-    got = interpreted(matmul.split_matmul, x, w, parts=parts)
-    assert got.shape == (parts, m, n)
+    got = interpreted(matmul.split_matmul, x, w, plan=plan)
+    assert got.shape == (plan.parts, m, n)
     close(got.sum(axis=0), np.asarray(x, np.float32) @ np.asarray(w, np.float32), 1e-3)
 
 
@@ -166,10 +171,24 @@ def test_products_lower_for_hopper(m):
     ("k", "n"), [(4096, 6144), (4096, 4096), (12288, 4096), (576, 960), (64, 64), (5120, 34816)]
 )
 def test_a_schedule_covers_the_weight_and_fills_the_gpu(k, n):
-    tile, parts = matmul.schedule(k, n)
+    tile, parts, _ = matmul.schedule(k, n)
     assert n % tile == 0
     assert k // matmul.DEPTH >= parts
     assert n // tile * parts >= 96 or k * n < 4096 * 4096
+
+
+@pytest.mark.parametrize(("k", "n"), [(4096, 6144), (4096, 4096), (12288, 4096), (17408, 5120)])
+def test_every_way_to_divide_fills_the_gpu_once(k, n):
+    plans = matmul.schedules(k, n)
+    assert {plan.resident for plan in plans} == {1, 2, 3}
+    for tile, parts, resident in plans:
+        assert 88 * resident < n // tile * parts <= 132 * resident
+
+
+def test_a_plan_without_room_for_two_stages_is_refused():
+    x, w = normal(0, 128, 512), normal(0, 512, 512)
+    with pytest.raises(ValueError, match="2 are needed"):
+        matmul.split_matmul(x, w, plan=matmul.Schedule(256, 1, 3))
 
 
 def test_unsupported_products_say_why():

@@ -11,7 +11,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from ddtree_jax import api
-from ddtree_jax.commands import bench_round, bench_startup, plot, shell
+from ddtree_jax.commands import bench_products, bench_round, bench_startup, plot, shell
 from ddtree_jax.commands.prompts import Conversation
 from ddtree_jax.engine import Engine, Generation, Options
 from ddtree_jax.errors import InputError
@@ -46,6 +46,7 @@ def _parser() -> shell.Parser:
     add("--debug", action="store_true")
     bench_round.add_parser(commands)
     bench_startup.add_parser(commands)
+    bench_products.add_parser(commands)
     return parser
 
 
@@ -239,7 +240,12 @@ def _acceptance(args) -> int:
 
 def command(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
-    runs = {"acceptance": _acceptance, "round": bench_round.run, "startup": bench_startup.run}
+    runs = {
+        "acceptance": _acceptance,
+        "round": bench_round.run,
+        "startup": bench_startup.run,
+        "products": bench_products.run,
+    }
     return runs[args.command](args)
 
 

@@ -1,0 +1,153 @@
+"""`bench.py products`: a layer's products with few rows, by XLA and by the kernel in all ways.
+
+What `kernels_pallas.matmul` prefers and how it divides a weight is fitted to this table.
+"""
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rich.table import Table
+
+from ddtree_jax.commands import profile, shell, timing
+from ddtree_jax.commands.floors import read_bandwidth
+from ddtree_jax.commands.sweep import number_list
+from ddtree_jax.config import DecoderConfig
+from ddtree_jax.errors import InputError
+from ddtree_jax.shapes import SHAPES
+from kernels_pallas import matmul
+from kernels_pallas.dispatch import unavailable_reason
+from kernels_pallas.matmul import Schedule
+
+WEIGHT_BYTES = 2**28  # copies of a weight are read in turn, so that no cache holds the next one
+BEST = 4  # ways that the table shows of each product
+
+
+def add_parser(commands) -> None:
+    parser = commands.add_parser(
+        "products", help="microseconds of a layer's products, by XLA and by the kernel"
+    )
+    add = parser.add_argument
+    add("--shape", choices=sorted(SHAPES), default="qwen3-8b")
+    add("--rows", default="1,16,64,128", help="tree nodes, as in 16,64")
+    add("--json", metavar="FILE|-")
+    add("--debug", action="store_true")
+
+
+def products(config: DecoderConfig) -> dict[str, tuple[int, int]]:
+    """(k, n) of the products whose partial sums a kernel can add up."""
+    d, heads = config.hidden_size, config.num_kv_heads * config.group_size * config.head_dim
+    group = config.group_size + 2 + (config.group_size if config.attention_gate else 0)
+    return {
+        "qkv": (d, config.num_kv_heads * group * config.head_dim),
+        "o": (heads, d),
+        "down": (config.intermediate_size, d),
+    }
+
+
+def _weights(k: int, n: int) -> list[jax.Array]:
+    copies = max(3, WEIGHT_BYTES // (2 * k * n))
+    return [
+        (0.02 * jax.random.normal(jax.random.key(i), (k, n))).astype(jnp.bfloat16)
+        for i in range(copies)
+    ]
+
+
+def kernel_times(
+    x_mk: jax.Array, weights: list[jax.Array], plans: list[Schedule]
+) -> dict[Schedule, float]:
+    """Microseconds of the kernel in every way that has room for these rows."""
+
+    def build(plan: Schedule):
+        def all_of_them(x, *weights):
+            return [matmul.split_matmul(x, w, plan=plan) for w in weights]
+
+        try:
+            return jax.jit(all_of_them).lower(x_mk, *weights).compile()
+        except ValueError:  # no room for its stages
+            return None
+
+    with ThreadPoolExecutor() as pool:
+        built = dict(zip(plans, pool.map(build, plans), strict=True))
+    ready = {plan: program for plan, program in built.items() if program is not None}
+    for program in ready.values():
+        jax.block_until_ready(program(x_mk, *weights))
+    seen = profile.traced(lambda: [program(x_mk, *weights) for program in ready.values()])
+    times = {}
+    for plan in ready:
+        name = "stream_{}x{}_{}_{}_{}_".format(*weights[0].shape, *plan)
+        kernels = [kernel for kernel in seen.kernels if name in kernel.name]
+        if kernels:
+            times[plan] = sum(each.total_us for each in kernels) / sum(x.count for x in kernels)
+    return times
+
+
+def xla_time(x_mk: jax.Array, weights: list[jax.Array]) -> float:
+    """Microseconds of XLA's product, whatever kernels it is made of."""
+    program = jax.jit(lambda x, *weights: [matmul.reference(x, w) for w in weights])
+    return 1e3 * timing.milliseconds(lambda: program(x_mk, *weights)) / len(weights)
+
+
+def run(args) -> int:
+    if args.json:
+        shell.check_writable(args.json)
+    if reason := unavailable_reason():
+        raise InputError(f"bench.py products needs the kernels: {reason}")
+    counts = number_list("--rows", args.rows)
+    if max(counts) > matmul.MAX_ROWS:
+        raise InputError(f"--rows is {max(counts)}; expected at most {matmul.MAX_ROWS}")
+    config = SHAPES[args.shape][0]
+    rows: list[dict[str, Any]] = []
+    with shell.console(stderr=True).status("Reading") as status:
+        bandwidth = read_bandwidth()
+        for (name, (k, n)), count in itertools.product(products(config).items(), counts):
+            status.update(f"Measuring {name}, {count} rows")
+            weights, x = _weights(k, n), jnp.ones((count, k), jnp.bfloat16)
+            chosen = matmul.schedule(k, n)
+            times = kernel_times(x, weights, sorted({*matmul.schedules(k, n), chosen}))
+            rows.append(
+                {
+                    "product": name,
+                    "k": k,
+                    "n": n,
+                    "rows": count,
+                    "floor_us": 2e6 * k * n / bandwidth,
+                    "xla_us": xla_time(x, weights),
+                    "chosen": chosen._asdict(),
+                    "chosen_us": times.get(chosen),
+                    "preferred": matmul.preferred(count, k, n),
+                    "kernel": [
+                        {**plan._asdict(), "us": us}
+                        for plan, us in sorted(times.items(), key=lambda item: item[1])
+                    ],
+                }
+            )
+    table = Table(
+        title=f"Products of a layer of {args.shape}, us on one {jax.devices()[0].device_kind}; "
+        f"reads at {bandwidth / 1e9:.0f} GB/s. The kernel in its best ways: columns of a tile x "
+        "parts x blocks of a multiprocessor; *: preferred to XLA"
+    )
+    for column in ("product", "rows", "floor", "XLA", "kernel as chosen"):
+        table.add_column(column, justify="left" if column == "product" else "right")
+    table.add_column("its best ways")
+    for row in rows:
+        best = (
+            f"{way['us']:.1f} ({way['tile']}x{way['parts']}x{way['resident']})"
+            for way in row["kernel"]
+        )
+        as_chosen = "-" if row["chosen_us"] is None else f"{row['chosen_us']:.1f}"
+        table.add_row(
+            row["product"],
+            str(row["rows"]),
+            *(f"{row[key]:.1f}" for key in ("floor_us", "xla_us")),
+            as_chosen + ("*" if row["preferred"] else ""),
+            ", ".join(itertools.islice(best, BEST)),
+        )
+    if args.json != "-":
+        shell.console().print(table)
+    if args.json:
+        result = {"schema": 1, "shape": args.shape, "read_bytes_per_s": bandwidth, "rows": rows}
+        shell.write_json(args.json, result)
+    return shell.OK
