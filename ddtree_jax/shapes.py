@@ -181,6 +181,29 @@ SHAPES: dict[str, tuple[TargetConfig, DrafterConfig]] = {
 }
 
 
+def first_layers(
+    target: TargetConfig, drafter: DrafterConfig, count: int
+) -> tuple[TargetConfig, DrafterConfig]:
+    """The pair with the target's first `count` layers only, features from the first of them.
+
+    Raises:
+      ValueError: the target has fewer layers, or the drafter asks for more features.
+    """
+    least, most = len(drafter.target_layer_ids), target.num_layers
+    if not least <= count <= most:
+        raise ValueError(f"{count} layers; expected {least} to {most}")
+    delta = target.delta
+    if delta is not None:
+        layers = tuple(layer for layer in delta.layers if layer < count)
+        delta = dataclasses.replace(delta, layers=layers)
+    target = dataclasses.replace(
+        target, num_layers=count, windows=target.windows[:count], delta=delta
+    )
+    return target, dataclasses.replace(
+        drafter, target_layer_ids=tuple(range(least)), num_target_layers=count
+    )
+
+
 def _tiny() -> tuple[TargetConfig, DrafterConfig]:
     """Seconds on a CPU, for tests."""
     target, drafter = SHAPES["smollm2-135m"]
