@@ -15,7 +15,14 @@ from test_decode_command import write_tokenizer
 
 from ddtree_jax import Engine, rounds
 from ddtree_jax import tree as trees
-from ddtree_jax.commands import bench_products, bench_round, hugging_face, profile, sweep
+from ddtree_jax.commands import (
+    bench_kernels,
+    bench_products,
+    bench_round,
+    hugging_face,
+    profile,
+    sweep,
+)
 from ddtree_jax.commands.bench import by_depth, main
 from ddtree_jax.commands.bench_round import SAMPLING
 from ddtree_jax.commands.floors import attended, attention_bounds, bytes_read, prefill_flops
@@ -26,6 +33,7 @@ from ddtree_jax.models import Models
 from ddtree_jax.shapes import SHAPES
 from ddtree_jax.training import prompts
 from kernels_pallas import matmul
+from kernels_pallas.dispatch import REFERENCE, Kernels
 
 NAME = "qwen3_gqa"
 
@@ -293,3 +301,32 @@ def test_products_of_the_kernel_are_told_apart(monkeypatch):
     x, weights = jnp.ones((16, 512), jnp.bfloat16), [jnp.ones((512, 256), jnp.bfloat16)] * 2
     times = bench_products.kernel_times(x, weights, plans)
     assert times == {plans[0]: 1.0, plans[1]: 2.0}
+
+
+def test_kernels_are_checked_where_they_run(capsys):
+    assert main(["kernels"]) == 2
+    assert "needs the kernels: the device is a cpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shape", ["tiny", "tiny-hybrid"])
+def test_the_exact_results_are_those_of_the_references(shape):
+    """What the kernels are judged by on a GPU: bfloat16's error and no more."""
+    for nodes in (1, 9):
+        for case in bench_kernels.cases(SHAPES[shape][0], nodes, 40):
+            mean, most = bench_kernels.errors(case, REFERENCE)
+            assert mean < 3e-3, case.operation
+            assert most < 0.1, case.operation
+
+
+def test_a_wrong_kernel_is_seen():
+    class Broken(Kernels):
+        def add_norm(self, *arguments, **options):
+            x, normed = REFERENCE.add_norm(*arguments, **options)
+            return x, normed * 1.01
+
+        def append(self, caches, rows, path, length, count):
+            return REFERENCE.append(caches, rows, path, length, count - 1)
+
+    cases = {each.operation: each for each in bench_kernels.cases(SHAPES["tiny"][0], 9, 40)}
+    ok = {name: bench_kernels.row(case, 9, Broken())["ok"] for name, case in cases.items()}
+    assert [name for name, right in ok.items() if not right] == ["add and norm", "append"]

@@ -11,7 +11,14 @@ from rich.progress import Progress
 from rich.table import Table
 
 from ddtree_jax import api
-from ddtree_jax.commands import bench_products, bench_round, bench_startup, plot, shell
+from ddtree_jax.commands import (
+    bench_kernels,
+    bench_products,
+    bench_round,
+    bench_startup,
+    plot,
+    shell,
+)
 from ddtree_jax.commands.prompts import Conversation
 from ddtree_jax.engine import Engine, Generation, Options
 from ddtree_jax.errors import InputError
@@ -47,6 +54,7 @@ def _parser() -> shell.Parser:
     bench_round.add_parser(commands)
     bench_startup.add_parser(commands)
     bench_products.add_parser(commands)
+    bench_kernels.add_parser(commands)
     return parser
 
 
@@ -245,6 +253,7 @@ def command(argv: Sequence[str]) -> int:
         "round": bench_round.run,
         "startup": bench_startup.run,
         "products": bench_products.run,
+        "kernels": bench_kernels.run,
     }
     return runs[args.command](args)
 
