@@ -68,6 +68,8 @@ class Leaf:
     sources: (name, [out, in] shape) of each tensor that it is made of.
     transform: builds it from the arrays of `sources`, in their order.
     shard_axis: the axis that tensor parallelism splits, or None for a replicated parameter.
+    group: where that axis counts groups of heads, what the next axis holds of one group: (size,
+      whether shards that divide the group between them need all of it).
     wide: whether it is float32 whatever the model's dtype.
     """
 
@@ -76,6 +78,7 @@ class Leaf:
     sources: tuple[tuple[str, Shape], ...]
     transform: Callable[..., np.ndarray]
     shard_axis: int | None = None
+    group: tuple[tuple[int, bool], ...] = ()
     wide: bool = False
 
     def dtype(self, model: np.dtype) -> np.dtype:
@@ -204,6 +207,7 @@ def _delta_leaves(config: DecoderConfig, path: str, name: str) -> Iterator[Leaf]
     k, r, heads = delta.num_key_heads, delta.group_size, delta.num_value_heads
     values = heads * delta.value_dim
     mixed = 2 * k * delta.key_dim + values
+    keys, split = (2 * delta.key_dim, True), r * delta.value_dim
     if delta.fused:
         parts = {"qkvz": mixed + values, "ba": 2 * heads}
     else:
@@ -214,6 +218,7 @@ def _delta_leaves(config: DecoderConfig, path: str, name: str) -> Iterator[Leaf]
         tuple((f"{name}.in_proj_{x}.weight", (size, d)) for x, size in parts.items()),
         functools.partial(_delta_in, delta=delta),
         shard_axis=1,
+        group=(keys, (split, False), (split, False), (r, False), (r, False)),
     )
     yield Leaf(
         f"{path}.conv_tkc",
@@ -221,6 +226,7 @@ def _delta_leaves(config: DecoderConfig, path: str, name: str) -> Iterator[Leaf]
         ((f"{name}.conv1d.weight", (mixed, 1, delta.conv_taps)),),
         functools.partial(_delta_conv, delta=delta),
         shard_axis=1,
+        group=(keys, (split, False)),
     )
     for ours, theirs in (("a_log", "A_log"), ("dt_bias", "dt_bias")):
         yield Leaf(
@@ -229,6 +235,7 @@ def _delta_leaves(config: DecoderConfig, path: str, name: str) -> Iterator[Leaf]
             ((f"{name}.{theirs}", (heads,)),),
             functools.partial(_heads, delta=delta),
             shard_axis=0,
+            group=((r, False),),
             wide=True,
         )
     yield _norm(f"{path}.norm", f"{name}.norm", delta.value_dim)
@@ -238,6 +245,7 @@ def _delta_leaves(config: DecoderConfig, path: str, name: str) -> Iterator[Leaf]
         ((f"{name}.out_proj.weight", (d, values)),),
         functools.partial(_delta_out, delta=delta),
         shard_axis=0,
+        group=((r, False),),
     )
 
 
@@ -252,6 +260,7 @@ def _attention_leaves(config: DecoderConfig, path: str, name: str) -> Iterator[L
         tuple((f"{name}.{x}_proj.weight", (size, d)) for x, size in rows.items()),
         functools.partial(_fuse_gated if gated else _fuse_qkv, kv_heads=k, head_dim=h),
         shard_axis=1,
+        group=((g, False), (2, True), *(((g, False),) if gated else ())),
     )
     yield Leaf(
         f"{path}.wo_kghd",
@@ -259,6 +268,7 @@ def _attention_leaves(config: DecoderConfig, path: str, name: str) -> Iterator[L
         ((f"{name}.o_proj.weight", (d, k * g * h)),),
         functools.partial(_split_heads, kv_heads=k, head_dim=h),
         shard_axis=0,
+        group=((g, False),),
     )
     if config.attention_bias:
         yield Leaf(
@@ -267,6 +277,7 @@ def _attention_leaves(config: DecoderConfig, path: str, name: str) -> Iterator[L
             tuple((f"{name}.{x}_proj.bias", (size,)) for x, size in rows.items()),
             functools.partial(_fuse_bias, kv_heads=k, head_dim=h),
             shard_axis=0,
+            group=((g, False), (2, True)),
         )
         yield Leaf(f"{path}.bo_d", (d,), ((f"{name}.o_proj.bias", (d,)),), _same)
     if config.qk_norm:
@@ -350,6 +361,31 @@ def leaves_of(config: TargetConfig | DrafterConfig) -> list[Leaf]:
     if isinstance(config, DrafterConfig):
         return drafter_leaves(config)
     return target_leaves(config)
+
+
+def regroup(leaf: Leaf, array: np.ndarray, shape: Shape) -> np.ndarray:
+    """The array of `leaf` in a model whose KV or key heads are repeated (`for_shards`).
+
+    Worked example: 2 KV heads of 4 queries each on 4 shards. Group 0 is [q0 q1 q2 q3 k v]; it
+    becomes [q0 q1 k v] and [q2 q3 k v], and the rows of the output projection [4, h, d] become
+    twice [2, h, d].
+
+    Args:
+      shape: that of the result.
+    """
+    if array.shape == shape:
+        return array
+    axis = leaf.shard_axis
+    assert axis is not None
+    groups = shape[axis]
+    ends = np.cumsum([size for size, _ in leaf.group])[:-1]
+    parts = [
+        np.repeat(part, groups // array.shape[axis], axis=axis)
+        if shared
+        else part.reshape(*shape[: axis + 1], -1, *shape[axis + 2 :])
+        for part, (_, shared) in zip(np.split(array, ends, axis=axis + 1), leaf.group, strict=True)
+    ]
+    return np.concatenate(parts, axis=axis + 1)
 
 
 def show(shape: Shape) -> str:

@@ -3,9 +3,9 @@
 import dataclasses
 import math
 
-from convert.names import Leaf
+from convert.names import Leaf, leaves_of
 from convert.source import AnyConfig, Source
-from ddtree_jax.config import DecoderConfig, DrafterConfig, RopeConfig, TargetConfig
+from ddtree_jax.config import DecoderConfig, DrafterConfig, RopeConfig
 
 GIB = 2**30
 CARDS_GB = (80, 141)  # H100 and H200, as they are sold: 10^9 bytes
@@ -31,29 +31,17 @@ class Memory:
         return self.total <= _USABLE * card_gb * 1e9
 
 
-def _kv_heads_per_gpu(config: DecoderConfig, tp: int) -> int:
-    """KV heads are repeated when there are fewer than GPUs."""
-    return max(1, math.ceil(config.num_kv_heads / tp))
-
-
-def _elements_per_gpu(leaf: Leaf, config: DecoderConfig, tp: int) -> int:
-    size = math.prod(leaf.shape)
-    if leaf.shard_axis is None or tp == 1:
-        return size
-    if leaf.path.endswith(("wqkv_dkgh", "bqkv_kgh")):
-        queries = config.num_heads * (2 if config.attention_gate else 1)
-        heads = queries + 2 * config.num_kv_heads
-        local = math.ceil(queries / tp) + 2 * _kv_heads_per_gpu(config, tp)
-        return size // heads * local
-    return math.ceil(size / tp)
-
-
 def memory(source: Source[AnyConfig], tp: int, max_length: int, dtype: str) -> Memory:
-    config, width = source.config, _BYTES[dtype]
-    weights = sum(
-        _elements_per_gpu(leaf, config, tp) * (4 if leaf.wide else width) for leaf in source.leaves
-    )
-    heads = _kv_heads_per_gpu(config, tp)
+    """What one of `tp` GPUs holds; of what does not divide (shard_problems) the larger part."""
+    width, problems = _BYTES[dtype], source.config.shard_problems(tp)
+    config = source.config if problems else source.config.for_shards(tp)
+
+    def local(leaf: Leaf) -> int:
+        size = math.prod(leaf.shape)
+        return size if leaf.shard_axis is None else math.ceil(size / tp)
+
+    weights = sum(local(leaf) * (4 if leaf.wide else width) for leaf in leaves_of(config))
+    heads = math.ceil(config.num_kv_heads / tp)
     cache = 2 * width * config.num_softmax_layers * heads * config.head_dim * max_length
     if config.delta is not None:
         delta, key_heads = config.delta, math.ceil(config.delta.num_key_heads / tp)
@@ -61,21 +49,6 @@ def memory(source: Source[AnyConfig], tp: int, max_length: int, dtype: str) -> M
         window = width * (delta.conv_taps - 1) * delta.channels
         cache += len(delta.layers) * key_heads * (state + window)
     return Memory(weights, cache, max_length, tp, dtype)
-
-
-def sharding_warnings(config: DecoderConfig, tp: int) -> list[str]:
-    """What does not divide over `tp` GPUs."""
-    warnings = []
-    k = config.num_kv_heads
-    if config.num_heads % tp or (k % tp and tp % k):
-        warnings.append(f"{config.num_heads} heads in {k} KV groups do not divide over {tp} GPUs")
-    if config.delta is not None and config.delta.num_key_heads % tp:
-        warnings.append(f"{config.delta.num_key_heads} key heads do not divide over {tp} GPUs")
-    if config.intermediate_size % tp:
-        warnings.append(f"the MLP size {config.intermediate_size} does not divide over {tp} GPUs")
-    if isinstance(config, TargetConfig) and config.padded_vocab % tp:
-        warnings.append(f"{config.padded_vocab} vocabulary rows do not divide over {tp} GPUs")
-    return warnings
 
 
 def _rope(rope: RopeConfig) -> str:
@@ -148,7 +121,7 @@ def facts(source: Source[AnyConfig]) -> dict[str, str]:
 
 def warnings(source: Source[AnyConfig], tp: int, max_length: int) -> list[str]:
     config = source.config
-    found = sharding_warnings(config, tp)
+    found = config.shard_problems(tp)
     found += [f"{len(part)} {kind} tensors are left out" for kind, part in source.beside.items()]
     if isinstance(config, DrafterConfig):
         if config.num_target_layers is None:

@@ -92,21 +92,28 @@ class Source[C: AnyConfig](ABC):
         dtype: str | np.dtype | None = None,
         sharding_for: ShardingFor | None = None,
         progress: Progress | None = None,
+        *,
+        shards: int = 1,
     ) -> dict[str, Any]:
         """All parameters, {dotted path in the NNX state: array}.
+
+        With `sharding_for` nothing is ever whole in one place that need not be: a device gets only
+        its shards, and the host holds a few parameters at a time.
 
         Args:
           dtype: of every parameter that is not float32 by nature; default: as stored.
           sharding_for: a parameter's path -> its jax.sharding.Sharding. Without it the arrays are
             NumPy's, with it JAX arrays placed on their devices one after the other.
           progress: called with (parameters done, all parameters).
+          shards: the parameters are those of `config.for_shards(shards)`.
 
         Raises:
           InputError: tensors are missing, unknown, misshapen or damaged.
         """
-        total = len(self.leaves)
+        total, shapes = len(self.leaves), self._shapes(shards)
         params = {}
-        for path, array in self.arrays(dtype):
+        for leaf, (path, array) in zip(self.leaves, self.arrays(dtype), strict=True):
+            array = names.regroup(leaf, array, shapes[path])
             if sharding_for is not None:
                 import jax
 
@@ -115,6 +122,11 @@ class Source[C: AnyConfig](ABC):
             if progress is not None:
                 progress(len(params), total)
         return params
+
+    def _shapes(self, shards: int) -> dict[str, names.Shape]:
+        """Each parameter's shape on `shards` devices, all of them together."""
+        leaves = names.leaves_of(self.config.for_shards(shards))
+        return {leaf.path: leaf.shape for leaf in leaves}
 
     def _dtype(self, dtype: str | np.dtype | None) -> np.dtype:
         return np.dtype(self.default_dtype if dtype is None else dtype)
@@ -201,8 +213,25 @@ class ConvertedSource(Source[AnyConfig]):
     def arrays(self, dtype=None) -> Iterator[tuple[str, np.ndarray]]:
         yield from self.load(dtype).items()
 
-    def load(self, dtype=None, sharding_for=None, progress=None) -> dict[str, Any]:
-        params = store.load_params(Path(self.name), self.leaves, self._dtype(dtype), sharding_for)
+    def load(
+        self, dtype=None, sharding_for=None, progress=None, *, shards: int = 1
+    ) -> dict[str, Any]:
+        shapes = self._shapes(shards)
+        repeated = {leaf.path for leaf in self.leaves if leaf.shape != shapes[leaf.path]}
+
+        def place(path: str) -> Any:
+            # What is still to be repeated comes to the host, the rest straight into its sharding.
+            return None if path in repeated or sharding_for is None else sharding_for(path)
+
+        params = store.load_params(Path(self.name), self.leaves, self._dtype(dtype), place)
+        for leaf in self.leaves:
+            if leaf.path in repeated:
+                array = names.regroup(leaf, params[leaf.path], shapes[leaf.path])
+                if sharding_for is not None:
+                    import jax
+
+                    array = jax.device_put(array, sharding_for(leaf.path))
+                params[leaf.path] = array
         if progress is not None:
             progress(len(params), len(params))
         return params

@@ -277,21 +277,24 @@ def load_params(
     folder: Path,
     leaves: list[Leaf],
     dtype: np.dtype,
-    sharding_for: Callable[[str], Any] | None,
+    sharding_for: Callable[[str], Any],
 ) -> dict[str, Any]:
-    """Reads the parameters as NumPy arrays, or as JAX arrays placed by `sharding_for`."""
+    """Reads each parameter straight into sharding_for(path); as a NumPy array where that is None.
+
+    A device is given only its shards; the host holds no more than a few parameters at a time.
+    """
     check_layout(folder, leaves)
     ocp, context = _orbax()
-    abstract = None
-    if sharding_for is not None:
+
+    def wanted(leaf: Leaf) -> Any:
+        sharding = sharding_for(leaf.path)
+        if sharding is None:
+            return np.empty(leaf.shape, leaf.dtype(dtype))  # only what it looks like is read
         import jax
 
-        abstract = {
-            leaf.path: jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype(dtype), sharding=sharding_for(leaf.path)
-            )
-            for leaf in leaves
-        }
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype(dtype), sharding=sharding)
+
+    abstract = {leaf.path: wanted(leaf) for leaf in leaves}
 
     def read() -> dict[str, Any]:
         with context:
@@ -300,10 +303,6 @@ def load_params(
     params, reason = _read(read)
     if params is None:
         raise InputError(f"{folder / PARAMS}: is damaged; convert the model again ({reason})")
-    if sharding_for is None:
-        params = {
-            leaf.path: params[leaf.path].astype(leaf.dtype(dtype), copy=False) for leaf in leaves
-        }
     return params
 
 

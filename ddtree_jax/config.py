@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ddtree_jax.errors import InputError
 
@@ -111,6 +111,47 @@ class DecoderConfig:
 
     def is_recurrent(self, layer: int) -> bool:
         return self.delta is not None and layer in self.delta.layers
+
+    def for_shards(self, shards: int) -> Self:
+        """The same model with its KV heads repeated, if need be, until `shards` divide them.
+
+        Query heads stand in the order of their KV heads, so to repeat each KV head r times and give
+        each copy an r-th of its queries is the same attention. The same is done with key heads of
+        Gated DeltaNet and their value heads.
+
+        Raises:
+          InputError: something does not divide; it names all of that.
+        """
+        problems = self.shard_problems(shards)
+        if problems:
+            raise InputError("; ".join(problems))
+        delta = self.delta
+        if delta is not None:
+            heads = math.lcm(delta.num_key_heads, shards)
+            delta = dataclasses.replace(delta, num_key_heads=heads)
+        kv_heads = math.lcm(self.num_kv_heads, shards)
+        return dataclasses.replace(self, num_kv_heads=kv_heads, delta=delta)
+
+    def shard_problems(self, shards: int) -> list[str]:
+        """Every reason why `shards` devices cannot share the model."""
+        groups = [("heads", "KV heads", self.num_heads, self.num_kv_heads)]
+        if self.delta is not None:
+            heads = (self.delta.num_value_heads, self.delta.num_key_heads)
+            groups.append(("value heads", "key heads", *heads))
+        problems = [
+            f"{many} {name} of {few} {owners} do not divide over {shards} shards"
+            for name, owners, many, few in groups
+            if many % math.lcm(few, shards)
+        ]
+        sizes = {"MLP size": self.intermediate_size}
+        if isinstance(self, TargetConfig):
+            sizes["padded vocabulary"] = self.padded_vocab
+        problems += [
+            f"the {name} of {size} does not divide over {shards} shards"
+            for name, size in sizes.items()
+            if size % shards
+        ]
+        return problems
 
 
 @dataclasses.dataclass(frozen=True)
