@@ -1,5 +1,6 @@
 """The Python API: load a pair, generate, stream."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from ddtree_jax import paths, text
+from ddtree_jax import paths, sharding, text
 from ddtree_jax.config import check_pair
 from ddtree_jax.engine import Engine, Generation, Options
 from ddtree_jax.errors import InputError
@@ -53,6 +54,9 @@ def load(
     max_length: int | None = None,
     prefill_chunk: int | None = None,
     attention: str = "auto",
+    data: int = 1,
+    tp: int = 1,
+    whole_drafter: bool = False,
     tokenizer: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> Engine:
@@ -63,12 +67,14 @@ def load(
         the pair that comes with this package. `draft` None serves mode "ar" only.
       dtype: "bfloat16" or "float32", of weights, caches and activations.
       revision, draft_revision: of Hub ids.
-      batch_size, max_length, prefill_chunk, attention: see `Engine`.
+      batch_size, max_length, prefill_chunk, attention, whole_drafter: see `Engine`.
+      data, tp: this process's devices share the rows `data` times and the models `tp` times.
       tokenizer: False to work with token ids only.
       progress: of a first-time conversion: (parameters done, all parameters).
 
     Raises:
-      InputError: no such model, not supported, or the two do not belong together.
+      InputError: no such model, not supported, or the two do not belong together; fewer devices
+        than asked for, or something does not divide over them.
     """
     import convert
 
@@ -82,6 +88,7 @@ def load(
         if value is not None and value < 1:
             raise InputError(f"{name} is {value}; expected at least 1")
     _keep_compiled_programs()
+    mesh = sharding.local_mesh(data, tp)
     if target == BUNDLED:
         target = bundled_target(progress)
     if draft == BUNDLED:
@@ -101,12 +108,19 @@ def load(
             f"maximum length is {max_length}; expected at most the target's {config.max_position}"
         )
 
-    def load_parameters() -> dict[str, jax.Array]:
-        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    def load_parameters(wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        whole = {"drafter"} if whole_drafter else set()
+
+        def place(role: str, name: str) -> jax.sharding.Sharding:
+            return wanted[f"{role}.{name}"].sharding or device
+
         return {
             f"{role}.{name}": array
             for role, source in sources.items()
-            for name, array in source.load(dtype, sharding_for=lambda _: device).items()
+            for name, array in source.load(
+                dtype, functools.partial(place, role), shards=1 if role in whole else tp
+            ).items()
         }
 
     load_tokenizer = None
@@ -130,6 +144,8 @@ def load(
         batch_size=batch_size,
         max_length=max_length,
         prefill_chunk=prefill_chunk,
+        mesh=mesh,
+        whole_drafter=whole_drafter,
         attention=attention,
     )
 

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from ddtree_jax import rounds, sharding, text
-from ddtree_jax.config import MAX_STOP_IDS, DrafterConfig, TargetConfig
+from ddtree_jax.config import MAX_STOP_IDS, DecoderConfig, DrafterConfig, TargetConfig
 from ddtree_jax.errors import InputError
 from ddtree_jax.models import Models, parameter_name, parameter_shapes
 from ddtree_jax.rounds import DecodeState, Emitted
@@ -219,19 +219,30 @@ def _kernels(
     return Kernels(mosaic=unavailable is None), "reference" if unsupported else "mosaic"
 
 
+def _for_shards[C: DecoderConfig](role: str, config: C, shards: int) -> C:
+    """`config.for_shards`, whose error says which model it is about."""
+    try:
+        return config.for_shards(shards)
+    except InputError as error:
+        raise InputError(f"the {role}: {error}") from None
+
+
 class Engine:
     """Runs requests on one pair of models.
 
     Args:
       target, drafter: configurations; `drafter` None serves mode "ar" only.
       load: returns the parameters by path ("target.layers.0.mlp.down_fd", "drafter.fc_fd", ...). It
-        is called once, in a thread, while the programs compile.
+        is given what they must be, a ShapeDtypeStruct with its sharding each, and called once, in a
+        thread, while the programs compile.
       dtype: of parameters, caches and activations; what is float32 by nature stays so.
       load_tokenizer: returns the tokenizer, in a thread; None serves token ids only.
       batch_size: rows decoded together.
       max_length: prompt plus output, at most; default the target's.
       prefill_chunk: prompt tokens per prefill step.
-      mesh: (data, model) mesh, or None for one device.
+      mesh: (data, model) mesh, or None for one device. Rows are split over data; heads, MLPs and
+        vocabulary over model, KV heads repeated where there are fewer than shards.
+      whole_drafter: every device of the mesh holds and runs the whole drafter.
       attention: "mosaic" for the kernels, "reference" for plain jnp everywhere, "auto" for the
         kernels where the device and the shapes allow.
 
@@ -243,7 +254,7 @@ class Engine:
         self,
         target: TargetConfig,
         drafter: DrafterConfig | None,
-        load: Callable[[], dict[str, jax.Array]],
+        load: Callable[[dict[str, jax.ShapeDtypeStruct]], dict[str, jax.Array]],
         *,
         dtype=jnp.bfloat16,
         load_tokenizer: Callable[[], Any] | None = None,
@@ -251,24 +262,40 @@ class Engine:
         max_length: int | None = None,
         prefill_chunk: int | None = None,
         mesh: Mesh | None = None,
+        whole_drafter: bool = False,
         attention: str = "auto",
     ):
+        data, shards = sharding.shards_of(mesh)
+        if batch_size % data:
+            raise InputError(
+                f"the batch size is {batch_size}; expected a multiple of the {data} data shards"
+            )
+        target = _for_shards("target", target, shards)
+        if drafter is not None and not whole_drafter:
+            drafter = _for_shards("drafter", drafter, shards)
         self.target, self.drafter, self.dtype = target, drafter, dtype
         self.batch_size, self.mesh = batch_size, mesh
+        self.whole_drafter = whole_drafter
+        self._replicated = ("drafter",) if whole_drafter else ()
         self.max_length = max_length or target.max_position
         self.prefill_chunk = prefill_chunk or default_prefill_chunk()
         # Prompts prefilled together: few calls for a wide batch, no idle rows in a narrow one.
-        self.prefill_rows = max(1, batch_size // 16)
-        if mesh is not None:
-            sharding.check_mesh(mesh, target, drafter)
-        axis = None if mesh is None else sharding.MODEL
+        self.prefill_rows = data * max(1, batch_size // (16 * data))
+        axis = sharding.MODEL if shards > 1 else None
         self.kernels, self.attention = _kernels(attention, target, drafter, dtype)
         abstract = nnx.eval_shape(
-            lambda: Models(target, drafter, axis=axis, kernels=self.kernels, rngs=nnx.Rngs(0))
+            lambda: Models(
+                target,
+                drafter,
+                axis=axis,
+                whole_drafter=whole_drafter,
+                kernels=self.kernels,
+                rngs=nnx.Rngs(0),
+            )
         )
         self._graphdef, state = nnx.split(abstract)
         self._abstract = abstract
-        specs = sharding.parameter_specs(state)
+        specs = sharding.parameter_specs(state, self._replicated)
         named, self._treedef = jax.tree.flatten_with_path(parameter_shapes(state, dtype))
         shapes = [shape for _, shape in named]
         self._leaf_names = [parameter_name(path) for path, _ in named]
@@ -291,11 +318,12 @@ class Engine:
         """The transformers tokenizer, or None."""
         return self._tokenizer.result()
 
-    def _ordered(self, load: Callable[[], dict[str, jax.Array]]) -> list[jax.Array]:
-        given = load()
+    def _ordered(self, load: Callable) -> list[jax.Array]:
+        wanted = dict(zip(self._leaf_names, self._leaf_shapes, strict=True))
+        given = load(wanted)
         problems = [f"{name} is not a parameter" for name in given.keys() - set(self._leaf_names)]
         leaves = []
-        for name, shape in zip(self._leaf_names, self._leaf_shapes, strict=True):
+        for name, shape in wanted.items():
             leaf = given.get(name)
             if leaf is None or leaf.shape != shape.shape or leaf.dtype != shape.dtype:
                 got = "nothing" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"
@@ -332,13 +360,16 @@ class Engine:
         )
         return jax.eval_shape(empty)
 
+    def _specs(self, state: DecodeState):
+        return sharding.state_specs(state, self._replicated)
+
     def _placed(self, shape: jax.ShapeDtypeStruct, spec: sharding.P) -> jax.ShapeDtypeStruct:
         where = sharding.place(self.mesh, spec)
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where)
 
     def _compile(self, function: Callable, state: DecodeState, *arguments) -> Any:
         """Compiles function(models, state, *arguments) -> (state, emitted), the state donated."""
-        specs = sharding.state_specs(state)
+        specs = self._specs(state)
         row = sharding.P(sharding.DATA)
 
         def program(leaves, state, *arguments):
@@ -410,9 +441,13 @@ class Engine:
                 self._state_shape(batch, slots, drafting, penalised=penalised, samples=each)
                 for batch, each in ((self.batch_size, 1), (self.prefill_rows, samples))
             )
-            specs, everywhere = sharding.state_specs(state), sharding.P()
+            specs, everywhere = self._specs(state), sharding.P()
+            axis = sharding.DATA if sharding.shards_of(self.mesh)[0] > 1 else None
             mapped = sharding.over_mesh(
-                rounds.insert, self.mesh, (specs, specs, everywhere, everywhere), specs
+                functools.partial(rounds.insert, data_axis=axis),
+                self.mesh,
+                (specs, specs, everywhere, everywhere),
+                specs,
             )
             where = self._placed(jax.ShapeDtypeStruct((self.prefill_rows,), jnp.int32), everywhere)
             state, rows = (jax.tree.map(self._placed, part, specs) for part in (state, rows))
@@ -448,8 +483,12 @@ class Engine:
         )
         keys = iter(jax.random.split(jax.random.key(0), 4096))
 
+        def normal(x: jax.Array) -> jax.Array:
+            draw = functools.partial(jax.random.normal, shape=x.shape, dtype=x.dtype)
+            return jax.jit(draw, out_shardings=x.sharding)(next(keys))
+
         def noise(cache):
-            return jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape, x.dtype), cache)
+            return jax.tree.map(normal, cache)
 
         endless = dataclasses.replace(options, stop_ids=())
         requests = [(endless, 2**30, sample) for sample in range(self.batch_size)]
@@ -457,8 +496,8 @@ class Engine:
             state,
             cache=noise(state.cache),
             draft_cache=noise(state.draft_cache),
-            length=jnp.full_like(state.length, length),
-            done=jnp.zeros_like(state.done),
+            length=state.length + length,
+            done=jnp.logical_not(state.done),
             request=self._request(requests, self.batch_size),
         )
         return program, self._leaves.result(), state
@@ -514,7 +553,7 @@ class Engine:
     def _fresh(self, batch: int, slots: int, drafting: bool, **layout) -> DecodeState:
         """A state of idle rows, zeros on the device; `layout` as of `_state_shape`."""
         shape = self._state_shape(batch, slots, drafting, **layout)
-        specs = sharding.state_specs(shape)
+        specs = self._specs(shape)
         state = jax.tree.map(
             lambda leaf, spec: jnp.zeros(
                 leaf.shape, leaf.dtype, device=sharding.place(self.mesh, spec)
@@ -522,7 +561,7 @@ class Engine:
             shape,
             specs,
         )
-        return dataclasses.replace(state, done=jnp.ones_like(state.done))
+        return dataclasses.replace(state, done=jnp.logical_not(state.done))
 
     def _chunks(
         self, prompts: Sequence[Sequence[int]]

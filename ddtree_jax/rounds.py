@@ -131,14 +131,28 @@ def empty_state(
 
 
 def insert(
-    state: DecodeState, prefilled: DecodeState, samples_r: jax.Array, slots_r: jax.Array
+    state: DecodeState,
+    prefilled: DecodeState,
+    samples_r: jax.Array,
+    slots_r: jax.Array,
+    *,
+    data_axis: str | None = None,
 ) -> DecodeState:
     """Puts samples of prefilled prompts into rows of the batch.
 
     Args:
       samples_r: int32, which samples of `prefilled`: prompt by prompt, see `DecodeState`.
       slots_r: int32, their rows; past the batch's end for none.
+      data_axis: mesh axis over which all rows are split; the arguments count through all shards.
     """
+    if data_axis is not None:
+        # Each shard picks its own rows out of the whole group.
+        prefilled = jax.tree.map(
+            lambda part: jax.lax.all_gather(part, data_axis, axis=0, tiled=True), prefilled
+        )
+        local = state.done.shape[0]
+        slots_r = slots_r - jax.lax.axis_index(data_axis) * local
+        slots_r = jnp.where((slots_r >= 0) & (slots_r < local), slots_r, local)
     rows = prefilled.done.shape[0]
     several = rows // prefilled.length.shape[0]
 

@@ -4,14 +4,13 @@ A round is one `jax.shard_map` over the mesh (data, model): everything inside is
 collectives are explicit. On one device there is no mesh and no collective.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ddtree_jax.config import DecoderConfig
 from ddtree_jax.errors import InputError
 
 DATA, MODEL = "data", "model"
@@ -19,41 +18,57 @@ DATA, MODEL = "data", "model"
 RULES = {"kv_heads": MODEL, "key_heads": MODEL, "mlp": MODEL, "vocab": MODEL}
 
 
-def parameter_specs(state: nnx.State):
-    """The PartitionSpec of every parameter, in a tree like `state` flattened by jax.tree."""
+def local_mesh(data: int, model: int) -> Mesh | None:
+    """A (data, model) mesh of this process's own devices; None for a single one.
 
-    def spec(variable: nnx.Variable) -> P:
+    Raises:
+      InputError: there are fewer devices.
+    """
+    for flag, size in (("--data", data), ("--tp", model)):
+        if size < 1:
+            raise InputError(f"{flag} is {size}; expected at least 1")
+    devices = jax.local_devices()
+    if data * model > len(devices):
+        kind, count = devices[0].device_kind, len(devices)
+        raise InputError(
+            f"--data {data} and --tp {model} need {data * model} devices; expected at most the "
+            f"{count} ({kind}) that there are"
+        )
+    if data * model == 1:
+        return None
+    return jax.make_mesh((data, model), (DATA, MODEL), devices=devices[: data * model])
+
+
+def shards_of(mesh: Mesh | None) -> tuple[int, int]:
+    """How many shards (data, model) there are."""
+    return (1, 1) if mesh is None else (mesh.shape[DATA], mesh.shape[MODEL])
+
+
+def parameter_specs(state: nnx.State, replicated: Collection[str] = ()):
+    """The PartitionSpec of every parameter, in a tree like `state` flattened by jax.tree.
+
+    `replicated` names parts of the model ("drafter") that every device holds whole.
+    """
+
+    def spec(path, variable: nnx.Variable) -> P:
+        if getattr(path[0], "key", "") in replicated:
+            return P()
         return P(*(RULES.get(axis) for axis in variable.get_metadata("axes")))
 
-    return jax.tree.map(spec, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    return jax.tree.map_with_path(spec, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
-def check_mesh(mesh: Mesh, target: DecoderConfig, drafter: DecoderConfig | None) -> None:
-    """Raises InputError where the models cannot be split over the mesh."""
-    if mesh.shape[DATA] > 1:
-        raise InputError(f"the mesh has {mesh.shape[DATA]} data shards; only 1 is supported yet")
-    shards = mesh.shape[MODEL]
-    for name, config in (("target", target), ("drafter", drafter)):
-        if config is None:
-            continue
-        sizes = {key: getattr(config, key) for key in ("num_kv_heads", "intermediate_size")}
-        if config.delta is not None:
-            sizes["linear_num_key_heads"] = config.delta.num_key_heads
-        for key, size in sizes.items():
-            if size % shards:
-                raise InputError(
-                    f"the {name}'s {key} is {size}, which {shards} shards do not divide"
-                )
+def state_specs(state, replicated: Collection[str] = ()):
+    """PartitionSpecs of a DecodeState: rows over data, heads and counted vocabulary over model.
 
-
-def state_specs(state):
-    """PartitionSpecs of a DecodeState: rows over data, heads and counted vocabulary over model."""
+    `replicated` as for `parameter_specs`.
+    """
+    parts = {"cache", "counts", *(() if "drafter" in replicated else ("draft_cache",))}
 
     def spec(path, leaf) -> P:
-        split = getattr(path[0], "name", "") in ("cache", "draft_cache", "counts")
-        return P(DATA, MODEL) if split else P(DATA)
+        return P(DATA, MODEL) if getattr(path[0], "name", "") in parts else P(DATA)
 
-    return jax.tree_util.tree_map_with_path(spec, state)
+    return jax.tree.map_with_path(spec, state)
 
 
 def over_mesh(function: Callable, mesh: Mesh | None, in_specs, out_specs) -> Callable:

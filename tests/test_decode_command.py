@@ -62,8 +62,6 @@ def test_kernels_that_cannot_run_are_refused(capsys, ids):
 @pytest.mark.parametrize(
     ("flag", "value"),
     [
-        ("--tp", "2"),
-        ("--data", "2"),
         ("--trace", "trace.html"),
         ("--chat", None),
         ("--tree-budget", "auto"),
@@ -110,6 +108,10 @@ def test_flags_of_later_are_refused_by_name(capsys, ids, flag, value):
         (["--n", "0"], ["n is 0"]),
         (["--n", "3", "--batch-size", "2"], ["--n is 3", "--batch-size, 2"]),
         (["--draft-noise", "maybe"], ["--draft-noise"]),
+        (["--tp", "64"], ["--tp 64", "64 devices", "the 1 (cpu)"]),
+        (["--data", "64", "--tp", "2"], ["--data 64", "128 devices"]),
+        (["--tp", "0"], ["--tp is 0"]),
+        (["--data", "-1"], ["--data is -1"]),
         (["--raw"], ["--prompt-ids", "--raw"]),
         (["--system", "Be brief."], ["--prompt-ids", "--system"]),
         (["a prompt"], ["PROMPT", "--prompt-ids"]),

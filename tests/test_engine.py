@@ -227,7 +227,7 @@ def test_mask_id_as_a_real_token_is_kept():
     said = golden(NAME)["ar"][0][6]
     drafter = dataclasses.replace(plain.drafter, mask_token_id=said)
     leaves = dict(zip(plain._leaf_names, plain._leaves.result(), strict=True))
-    other = Engine(plain.target, drafter, lambda: leaves, dtype=jnp.float32)
+    other = Engine(plain.target, drafter, lambda _: leaves, dtype=jnp.float32)
     for mode in ("dflash", "ddtree"):
         (result,) = other.generate(PROMPTS[:1], options(mode))
         assert said in result.output_ids
@@ -326,7 +326,7 @@ def test_without_a_drafter():
     paired = make_engine(NAME)
     leaves = dict(zip(paired._leaf_names, paired._leaves.result(), strict=True))
     only = {name: leaf for name, leaf in leaves.items() if name.startswith("target.")}
-    engine = Engine(paired.target, None, lambda: only, dtype=jnp.float32)
+    engine = Engine(paired.target, None, lambda _: only, dtype=jnp.float32)
     for mode in ("dflash", "ddtree"):
         with pytest.raises(InputError, match=f"mode {mode} needs a drafter"):
             engine.generate(PROMPTS[:1], options(mode))
@@ -339,7 +339,7 @@ def test_wrong_parameters_are_named():
     leaves = dict(zip(paired._leaf_names, paired._leaves.result(), strict=True))
     leaves["extra"] = leaves.pop("drafter.fc_fd")
     leaves["target.norm.weight_d"] = jnp.ones(3)
-    engine = Engine(paired.target, paired.drafter, lambda: leaves, dtype=jnp.float32)
+    engine = Engine(paired.target, paired.drafter, lambda _: leaves, dtype=jnp.float32)
     with pytest.raises((ValueError, RunError), match="extra is not a parameter") as caught:
         engine.generate(PROMPTS[:1], options("ddtree"))
     assert "drafter.fc_fd is nothing" in str(caught.value)

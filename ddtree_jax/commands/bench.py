@@ -50,6 +50,7 @@ def _parser() -> shell.Parser:
     add("--dtype", choices=list(api.DTYPES), default="bfloat16")
     add("--json", metavar="FILE|-")
     add("--plot", metavar="FILE.svg", help="acceptance by depth")
+    shell.add_mesh_flags(acceptance)
     add("--debug", action="store_true")
     bench_round.add_parser(commands)
     bench_startup.add_parser(commands)
@@ -168,6 +169,8 @@ def _acceptance(args) -> int:
         args.draft or api.BUNDLED,
         dtype=args.dtype,
         batch_size=args.batch_size,
+        data=args.data,
+        tp=args.tp,
     )
     # One batch of all sets: rows stay busy, and no set compiles programs of its own.
     conversations = [

@@ -5,15 +5,15 @@ Random weights measure cost per round and never a speed-up: nothing they draft i
 
 import collections
 import dataclasses
+import functools
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from ddtree_jax import api
 from ddtree_jax.commands import bench_parts, hugging_face, profile, round_tables, shell, timing
@@ -22,8 +22,8 @@ from ddtree_jax.commands.stages import stages
 from ddtree_jax.commands.sweep import jumps, number_list
 from ddtree_jax.engine import ATTENTION, Engine, Options, bucket, sampler_of
 from ddtree_jax.errors import InputError
-from ddtree_jax.models import Models, parameter_name, parameter_shapes
 from ddtree_jax.shapes import SHAPES
+from ddtree_jax.sharding import local_mesh
 
 WARM_UP = 10
 # Beside the greedy round, what sampling adds to it.
@@ -78,25 +78,27 @@ def add_parser(commands) -> None:
     add("--kernels", action="store_true", help="the kernels of each program by time; needs a GPU")
     add("--dtype", choices=list(api.DTYPES), default="bfloat16")
     add("--attention", choices=list(ATTENTION), default="auto", help="reference: no kernels at all")
+    add("--tp", type=int, default=1, metavar="N", help="devices that share the models")
+    add("--whole-drafter", action="store_true", help="every one of them runs the whole drafter")
     add("--json", metavar="FILE|-")
     add("--debug", action="store_true")
 
 
-def random_parameters(models: Models, dtype) -> dict[str, jax.Array]:
-    """Random values by path for an abstract module: norms one, everything else small."""
-    make = jax.jit(
-        lambda key, shape, dtype: (0.02 * jax.random.normal(key, shape, jnp.float32)).astype(dtype),
-        static_argnums=(1, 2),
-    )
-    named = jax.tree.flatten_with_path(parameter_shapes(nnx.state(models), dtype))[0]
-    values = {}
-    for index, (path, leaf) in enumerate(named):
-        name = parameter_name(path)
-        norm = name.endswith("weight_d")
-        key = jax.random.key(index)
-        kind = leaf.dtype
-        values[name] = jnp.ones(leaf.shape, kind) if norm else make(key, leaf.shape, kind)
-    return values
+def random_parameters(wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """Random values by path, each made where it belongs: norms one, everything else small."""
+
+    @functools.cache
+    def maker(leaf: jax.ShapeDtypeStruct, norm: bool) -> Callable:
+        def make(key):
+            small = 0.02 * jax.random.normal(key, leaf.shape, jnp.float32)
+            return (jnp.ones(leaf.shape) if norm else small).astype(leaf.dtype)
+
+        return jax.jit(make, out_shardings=leaf.sharding)
+
+    return {
+        name: maker(leaf, name.endswith("weight_d"))(jax.random.key(index))
+        for index, (name, leaf) in enumerate(wanted.items())
+    }
 
 
 def measure(program: Callable, leaves, state, count: int) -> np.ndarray:
@@ -210,6 +212,8 @@ def planned(args) -> Plan:
             raise InputError(f"--{name.replace('_', '-')} is {value}; expected at least 1")
     if max(lists["budget"]) > 511:
         raise InputError(f"--budget holds {max(lists['budget'])}; expected 1 to 511 nodes")
+    if args.tp > 1 and (lists["prompt"] or lists["attention_at"]):
+        raise InputError(f"--tp is {args.tp}; --prompt and --attention-at are of one device")
     if args.kernels and sweep:
         raise InputError("--kernels goes with a list of budgets; --budget is a range")
     kinds = [("ar", Options(mode="ar")), ("dflash", Options(mode="dflash"))]
@@ -255,7 +259,7 @@ def measured(engine: Engine, plan: Plan, count: int, status) -> dict[str, Any]:
         status.update(f"Profiling {case.label}, context {case.context}")
         if profile.available():
             row |= device_row(engine, case, row["median_ms"])
-        if case.staged:
+        if case.staged and engine.mesh is None:  # the parts' programs are for one device
             row["stages_ms"] = stages(engine, case.options, case.context, case.slots)
     for context, nodes in itertools.product(plan.lengths, bench_parts.ATTENTION_NODES):
         status.update(f"Measuring attention, context {context}")
@@ -286,19 +290,27 @@ def run(args) -> int:
     api._keep_compiled_programs()
     if args.kernels and not profile.available():
         raise InputError("--kernels needs a GPU")
-    dtype = api.DTYPES[args.dtype]
+    mesh = local_mesh(1, args.tp)
     with console.status("Random weights") as status:
-        abstract = nnx.eval_shape(lambda: Models(target, drafter, rngs=nnx.Rngs(0)))
         engine = Engine(
             dataclasses.replace(target, max_position=max(target.max_position, plan.longest)),
             drafter,
-            lambda: random_parameters(abstract, dtype),
-            dtype=dtype,
+            random_parameters,
+            dtype=api.DTYPES[args.dtype],
+            mesh=mesh,
+            whole_drafter=args.whole_drafter,
             prefill_chunk=args.prefill_chunk,
             attention=args.attention,
         )
         result = measured(engine, plan, args.rounds, status)
-    shared = {"schema": 1, "shape": args.shape, "weights": "random", "dtype": args.dtype}
+    shared = {
+        "schema": 1,
+        "shape": args.shape,
+        "weights": "random",
+        "dtype": args.dtype,
+        "tp": args.tp,
+        "whole_drafter": args.whole_drafter,
+    }
     result = shared | result | {"baseline": baseline}
     if args.json != "-":
         round_tables.show(result, kernels=args.kernels)

@@ -21,7 +21,6 @@ from ddtree_jax import api
 from ddtree_jax.commands import shell
 from ddtree_jax.engine import ATTENTION, Engine, Options
 from ddtree_jax.errors import InputError, RunError
-from ddtree_jax.models import Models
 from ddtree_jax.shapes import SHAPES
 
 
@@ -115,7 +114,6 @@ def run(args) -> int:
 def _main() -> None:
     import jax
     import numpy as np
-    from flax import nnx
 
     from ddtree_jax.commands.bench_round import random_parameters
 
@@ -127,13 +125,11 @@ def _main() -> None:
 
     # The weights come first and alone, so that their time can be left out.
     began = time.time()
-    dtype = api.DTYPES[request["dtype"]]
-    abstract = nnx.eval_shape(lambda: Models(target, drafter, rngs=nnx.Rngs(0)))
     engine = Engine(
         target,
         drafter,
-        lambda: random_parameters(abstract, dtype),
-        dtype=dtype,
+        random_parameters,
+        dtype=api.DTYPES[request["dtype"]],
         attention=request["attention"],
     )
     jax.block_until_ready(engine._leaves.result())

@@ -22,8 +22,6 @@ BUILT_IN_PROMPT = "What is the water cycle?"
 
 # Flags of the contract whose feature does not exist yet: parsed, and refused by name.
 _NOT_YET: dict[str, dict[str, Any]] = {
-    "--tp": {"type": int},
-    "--data": {"type": int},
     "--trace": {"metavar": "FILE"},
     "--chat": {"action": "store_true", "default": None},
 }
@@ -50,10 +48,11 @@ def _parser() -> shell.Parser:
     models.add_argument("--dtype", choices=list(api.DTYPES), default="bfloat16")
     models.add_argument("--attention", choices=list(ATTENTION), default="auto")
     models.add_argument(
-        "--batch-size", type=int, metavar="N", help="rows decoded together (default: --n)"
+        "--batch-size", type=int, metavar="N", help="rows decoded together (default: --n, --data)"
     )
     models.add_argument("--max-length", type=int, metavar="N", help="prompt plus output")
     models.add_argument("--prefill-chunk", type=int, metavar="N")
+    shell.add_mesh_flags(models)
     algorithm = parser.add_argument_group("algorithm")
     algorithm.add_argument("--mode", choices=MODES, default="ddtree")
     algorithm.add_argument(
@@ -452,6 +451,9 @@ def command(argv: Sequence[str]) -> int:
     conversations = _conversations(args)
     if args.n > 1 and any(len(conversation) > 1 for conversation in conversations):
         raise InputError(f"--n is {args.n}; expected 1 for conversations of several turns")
+    if args.batch_size is None:
+        # As few rows as serve the samples of a prompt and give each data shard the same number.
+        args.batch_size = -(-args.n // max(args.data, 1)) * max(args.data, 1)
     status = shell.console(stderr=True, quiet=args.quiet)
 
     def load(dtype: str) -> Engine:
@@ -461,10 +463,12 @@ def command(argv: Sequence[str]) -> int:
             dtype=dtype,
             revision=args.revision,
             draft_revision=args.draft_revision,
-            batch_size=args.n if args.batch_size is None else args.batch_size,
+            batch_size=args.batch_size,
             max_length=args.max_length,
             prefill_chunk=args.prefill_chunk,
             attention=args.attention,
+            data=args.data,
+            tp=args.tp,
             tokenizer=args.prompt_ids is None,
         )
 

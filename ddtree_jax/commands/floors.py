@@ -10,6 +10,7 @@ import numpy as np
 from ddtree_jax.config import DecoderConfig
 from ddtree_jax.engine import Engine
 from ddtree_jax.models.layers import linear
+from ddtree_jax.sharding import shards_of
 
 
 def _seconds(program: Callable[..., jax.Array], launches: int, *arguments: jax.Array) -> float:
@@ -52,20 +53,20 @@ def matrix_rate(dtype) -> float:
 
 
 def bytes_read(engine: Engine, mode: str, context: int) -> int:
-    """What a round must move: layers and head once (twice when it drafts), K/V and states.
+    """What one device must move in a round: layers, head (twice when it drafts), K/V and states.
 
     A sliding layer reads its window; a recurrent state is read and written.
     """
     width = jnp.dtype(engine.dtype).itemsize
     sizes = {
-        name: int(np.prod(shape.shape)) * shape.dtype.itemsize
-        for name, shape in zip(engine._leaf_names, engine._leaf_shapes, strict=True)
+        name: int(np.prod(_local_shape(leaf))) * leaf.dtype.itemsize
+        for name, leaf in zip(engine._leaf_names, engine._leaf_shapes, strict=True)
     }
     head = sizes.get("target.head_dv", sizes["target.embed_vd"])
     layers = sum(size for name, size in sizes.items() if name.startswith("target.layers."))
     drafter = sum(size for name, size in sizes.items() if name.startswith("drafter."))
 
-    def cache(config) -> int:
+    def cache(config, shards: int) -> int:
         seen = sum(
             min(context, window or context)
             for layer, window in enumerate(config.windows)
@@ -73,12 +74,18 @@ def bytes_read(engine: Engine, mode: str, context: int) -> int:
         )
         delta = config.delta
         states = 0 if delta is None else 2 * 4 * len(delta.layers) * delta.state_size
-        return 2 * config.num_kv_heads * config.head_dim * seen * width + states
+        return (2 * config.num_kv_heads * config.head_dim * seen * width + states) // shards
 
-    total = layers + head + cache(engine.target)
+    shards = shards_of(engine.mesh)[1]
+    total = layers + head + cache(engine.target, shards)
     if mode != "ar":
-        total += drafter + head + cache(engine.drafter)
+        total += drafter + head + cache(engine.drafter, 1 if engine.whole_drafter else shards)
     return total
+
+
+def _local_shape(leaf: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+    """The shape of one device's part."""
+    return leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
 
 
 def attended(count: int, window: int | None) -> int:

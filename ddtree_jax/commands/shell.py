@@ -25,6 +25,15 @@ class Parser(argparse.ArgumentParser):
         raise InputError(message)
 
 
+def add_mesh_flags(parser: Any) -> None:
+    """--tp and --data, on how many devices to run."""
+    add = parser.add_argument
+    add("--tp", type=int, default=1, metavar="N", help="devices that share the models (default: 1)")
+    add(
+        "--data", type=int, default=1, metavar="N", help="shares of the batch, on --tp devices each"
+    )
+
+
 def run(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     """Runs a command and turns exceptions into exit codes; --debug shows the traceback."""
     debug = "--debug" in argv

@@ -29,7 +29,11 @@ def parameter_shapes(state: nnx.State, dtype) -> nnx.State:
 
 
 class Models(nnx.Module):
-    """A target and, unless it decodes alone, its drafter."""
+    """A target and, unless it decodes alone, its drafter.
+
+    axis: mesh axis of tensor parallelism, or None on one device. With `whole_drafter` every device
+    holds and runs the drafter as a whole; embedding and head, which are the target's, stay split.
+    """
 
     def __init__(
         self,
@@ -37,11 +41,13 @@ class Models(nnx.Module):
         drafter: DrafterConfig | None = None,
         *,
         axis: str | None = None,
+        whole_drafter: bool = False,
         kernels: Kernels = REFERENCE,
         rngs: nnx.Rngs,
     ):
         self.target = Target(target, axis=axis, kernels=kernels, rngs=rngs)
-        shared: dict[str, Any] = dict(axis=axis, kernels=kernels, rngs=rngs)
+        shared: dict[str, Any] = dict(kernels=kernels, rngs=rngs)
+        shared["axis"] = None if whole_drafter else axis
         self.drafter = None if drafter is None else Drafter(drafter, **shared)
         self.kernels = kernels
 
