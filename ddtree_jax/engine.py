@@ -630,7 +630,11 @@ class Engine:
         )
 
     def run(
-        self, prompts: Sequence[Sequence[int]], options: Options | Sequence[Options]
+        self,
+        prompts: Sequence[Sequence[int]],
+        options: Options | Sequence[Options],
+        *,
+        min_slots: int = 0,
     ) -> Iterator[tuple[Event, Generation]]:
         """Decodes token-id prompts, as many at a time as there are rows; yields tokens as known.
 
@@ -638,12 +642,13 @@ class Engine:
           prompts: token ids.
           options: one for all prompts, or one each (of the same mode, tree budget, chain seed,
             draft noise and n).
+          min_slots: cache slots a row, at least; several calls with the same share programs.
         """
         if isinstance(options, Options):
             options = [options] * len(prompts)
         self.check(prompts, options)
         if prompts:
-            yield from _Run(self, prompts, options).events()
+            yield from _Run(self, prompts, options, min_slots).events()
 
     def top2_gap(self, ids: Sequence[int]) -> float:
         """The difference of the target's two largest logits after these tokens.
@@ -690,7 +695,11 @@ class _Run:
     """
 
     def __init__(
-        self, engine: Engine, prompts: Sequence[Sequence[int]], options: Sequence[Options]
+        self,
+        engine: Engine,
+        prompts: Sequence[Sequence[int]],
+        options: Sequence[Options],
+        min_slots: int,
     ):
         self.engine, self.prompts, self.options = engine, prompts, options
         mode, budget = options[0].mode, options[0].tree_budget or default_budget()
@@ -713,9 +722,8 @@ class _Run:
             for each in options
             for _ in range(self.samples)
         ]
-        slots = max(
-            engine._slots(len(prompt), each) for prompt, each in zip(prompts, options, strict=True)
-        )
+        needed = map(engine._slots, map(len, prompts), options)
+        slots = max(min_slots, *needed)
         drafting = mode != "ar"
         sampler = sampler_of(options)
         programs = engine._programs_of(options[0], slots, sampler)

@@ -16,11 +16,13 @@ from ddtree_jax.commands import (
     bench_products,
     bench_round,
     bench_startup,
+    bench_throughput,
     plot,
     shell,
 )
 from ddtree_jax.commands.prompts import Conversation
-from ddtree_jax.engine import Engine, Generation, Options
+from ddtree_jax.commands.sets import answer_all
+from ddtree_jax.engine import Generation, Options
 from ddtree_jax.errors import InputError
 from ddtree_jax.training import prompts
 
@@ -53,31 +55,11 @@ def _parser() -> shell.Parser:
     shell.add_mesh_flags(acceptance)
     add("--debug", action="store_true")
     bench_round.add_parser(commands)
+    bench_throughput.add_parser(commands)
     bench_startup.add_parser(commands)
     bench_products.add_parser(commands)
     bench_kernels.add_parser(commands)
     return parser
-
-
-def answer_all(
-    engine: Engine, conversations: list[Conversation], options: Options, advance=lambda: None
-) -> list[list[Generation]]:
-    """Every turn of every conversation, answered with the model's own earlier answers."""
-    answers: list[list[Generation]] = [[] for _ in conversations]
-    for turn in range(max(len(conversation) for conversation in conversations)):
-        members = [i for i, conversation in enumerate(conversations) if turn < len(conversation)]
-        ids = [
-            conversations[i].encode(engine.tokenizer, [each.text or "" for each in answers[i]])
-            for i in members
-        ]
-        results = {}
-        for event, generation in engine.run(ids, options):
-            results[event.index] = generation
-            if event.done:
-                advance()
-        for place, index in enumerate(members):
-            answers[index].append(engine.with_text(results[place]))
-    return answers
 
 
 def _measure(generations: list[Generation], reference: list[Generation]) -> dict[str, Any]:
@@ -251,6 +233,8 @@ def _acceptance(args) -> int:
 
 def command(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
+    if args.command == "throughput":
+        return bench_throughput.run(args, argv)
     runs = {
         "acceptance": _acceptance,
         "round": bench_round.run,
@@ -263,3 +247,7 @@ def command(argv: Sequence[str]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     return shell.run(command, sys.argv[1:] if argv is None else argv)
+
+
+if __name__ == "__main__":  # a worker of several processes (processes.py)
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""Whole prompt sets through one engine."""
+
+from collections.abc import Sequence
+
+from ddtree_jax.commands.prompts import Conversation
+from ddtree_jax.engine import Engine, Generation, Options
+
+
+def answer_all(
+    engine: Engine,
+    conversations: Sequence[Conversation],
+    options: Options,
+    advance=lambda: None,
+    *,
+    min_slots: int = 0,
+) -> list[list[Generation]]:
+    """Every turn of every conversation, answered with the model's own earlier answers.
+
+    `advance` is called after each; `min_slots` as for `Engine.run`.
+    """
+    answers: list[list[Generation]] = [[] for _ in conversations]
+    for turn in range(max(map(len, conversations), default=0)):
+        members = [i for i, conversation in enumerate(conversations) if turn < len(conversation)]
+        ids = [
+            conversations[i].encode(engine.tokenizer, [each.text or "" for each in answers[i]])
+            for i in members
+        ]
+        results = {}
+        for event, generation in engine.run(ids, options, min_slots=min_slots):
+            results[event.index] = generation
+            if event.done:
+                advance()
+        for place, index in enumerate(members):
+            answers[index].append(engine.with_text(results[place]))
+    return answers
