@@ -156,7 +156,7 @@ def _report(
     device = jax.local_devices()[0].device_kind
     label = args.mode + (f" {options.tree_budget}" if options.tree_budget else "")
     table = Table(
-        title=f"{label}, {args.dtype}, {count} processes of {args.data} x {args.tp} {device}, "
+        title=f"{label}, {args.dtype}, {count} x {args.data} x {args.tp} {device}, "
         f"attention: {engine.attention}",
         title_justify="left",
     )

@@ -32,6 +32,7 @@ _FOREVER_MS = 2**31 - 1  # as long as heartbeats come
 # What JAX's runtime says of others, and the beginning of a line of its log.
 _SILENT = re.compile(r"stopped sending heartbeats\):\s*((?:\d+\s+)+)")
 _NO_COORDINATOR = re.compile(r"Failed to send RPC to coordination service")
+_NOT_JOINED = re.compile(r"DEADLINE_EXCEEDED.*\n*.*CoordinationService/RegisterTask")
 _LOG = re.compile(r"[IWEF]\d{4} \d\d:\d\d:\d\d\.\d+ ")
 
 
@@ -138,24 +139,28 @@ def supervise(argv: Sequence[str], where: Place) -> int:
         worker.kill()
         raise
     log = "".join(held)
-    lost = [] if code == 0 else lost_ranks(log, where.rank)
-    if not lost or "--debug" in argv:
+    problem = None if code == 0 else problem_of(log, where)
+    if problem is None or "--debug" in argv:
         print(log, end="", file=sys.stderr)
-    if lost:
-        names = ", ".join(map(str, lost))
-        raise RunError(f"process {names} of {where.count} was lost, so there is no result")
+    if problem is not None:
+        raise RunError(problem)
     if code < 0:
         name = signal.Signals(-code).name
         raise RunError(f"process {where.rank} of {where.count} (this one) was ended by {name}")
     return code
 
 
-def lost_ranks(log: str, rank: int) -> list[int]:
-    """The other processes that JAX's runtime lost, by what it logged in process `rank`."""
+def problem_of(log: str, where: Place) -> str | None:
+    """What happened to the other processes, by what JAX's runtime logged in this one."""
     silent = {int(number) for ranks in _SILENT.findall(log) for number in ranks.split()}
-    if not silent and rank != 0 and _NO_COORDINATOR.search(log):
+    if not silent and where.rank != 0 and _NO_COORDINATOR.search(log):
         silent = {0}  # the coordinator runs in process 0
-    return sorted(silent - {rank})
+    lost = ", ".join(map(str, sorted(silent - {where.rank})))
+    if lost:
+        return f"process {lost} of {where.count} was lost, so there is no result"
+    if _NOT_JOINED.search(log):
+        return f"not all {where.count} processes came together within {_START_S} s"
+    return None
 
 
 def join(where: Place, heartbeat: int) -> None:
@@ -187,6 +192,7 @@ def join(where: Place, heartbeat: int) -> None:
             f"process {where.rank} of {where.count} could not join the others within "
             f"{_START_S} s ({reason})"
         ) from None
+    print(f"process {where.rank} of {where.count} has joined", file=sys.stderr, flush=True)
 
 
 def _end_with_parent() -> None:
