@@ -1,0 +1,161 @@
+"""bench.py throughput in several processes: one table, and no hang when one is lost."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pairs import ORACLE
+from test_decode_command import write_tokenizer
+
+from ddtree_jax.commands import processes
+from ddtree_jax.commands.bench import main
+from ddtree_jax.commands.processes import Place, problem_of
+
+ROOT = Path(__file__).parents[1]
+NAME = "qwen3_gqa"
+
+
+@pytest.fixture(scope="module")
+def argv(tmp_path_factory):
+    """The command over two small sets with a pair that has a tokenizer."""
+    folder = tmp_path_factory.mktemp("spoken")
+    shutil.copytree(ORACLE / NAME / "target", folder / "target")
+    write_tokenizer(folder / "target", range(0x80, 0x80 + 29))
+    turns = [("one", ["Hello", "More"]), ("two", ["Yes"]), ("one", ["No"]), ("one", ["Or not"])]
+    lines = [json.dumps({"set": name, "turns": each}) + "\n" for name, each in turns]
+    (folder / "eval.jsonl").write_text("".join(lines))
+    argv = [
+        "throughput",
+        "--target",
+        str(folder / "target"),
+        "--draft",
+        str(ORACLE / NAME / "draft"),
+    ]
+    argv += ["--eval", str(folder / "eval.jsonl"), "--tree-budget", "7", "--max-new-tokens", "12"]
+    return [*argv, "--dtype", "float32", "--ignore-eos"]
+
+
+@pytest.fixture
+def together():
+    """together(argv, count): starts so many processes of the command; none of them outlives us."""
+    started = []
+
+    def start(argv, count=2):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        flags = ["--coordinator", address, "--processes", str(count), "--heartbeat", "10"]
+        for rank in range(count):
+            command = [sys.executable, str(ROOT / "scripts/bench.py"), *argv, *flags]
+            started.append(
+                subprocess.Popen(
+                    [*command, "--process-id", str(rank)],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+                )
+            )
+        return started
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def counted(path):
+    """What must not depend on the number of processes."""
+    sets = json.loads(path.read_text())["sets"]
+    return {
+        name: {key: value for key, value in row.items() if "second" not in key and "_s" not in key}
+        | {"sha256": row["output_sha256"]}
+        for name, row in sets.items()
+    }
+
+
+def test_two_processes_give_the_table_of_one(argv, together, tmp_path, capsys):
+    assert main([*argv, "--json", str(tmp_path / "one")]) == 0
+    table = capsys.readouterr().out
+    first, second = together([*argv, "--json", str(tmp_path / "two")])
+    out, err = first.communicate(timeout=240)
+    assert first.returncode == 0, err
+    assert second.communicate(timeout=60)[0] == ""
+    assert second.returncode == 0
+    assert json.loads((tmp_path / "two").read_text())["processes"] == 2
+    assert counted(tmp_path / "two") == counted(tmp_path / "one")
+    assert counted(tmp_path / "one")["one"]["prompts"] == 4
+    for line, same in zip(table.splitlines()[1:], out.splitlines()[1:], strict=True):
+        assert line.split("│")[:5] == same.split("│")[:5]  # set, prompts, tokens, tau
+
+
+@pytest.mark.parametrize("lost", [1, 0])
+def test_a_lost_process_is_named(argv, together, tmp_path, lost):
+    """Process 1 is noticed by its silence, process 0 at once."""
+    running = together([*argv, "--max-new-tokens", "400", "--json", str(tmp_path / "none")])
+    for process in running:
+        assert process.stderr.readline().endswith("has joined\n")
+    victim, other = running[lost], running[1 - lost]
+    (worker,) = Path(f"/proc/{victim.pid}/task/{victim.pid}/children").read_text().split()
+    os.kill(int(worker), signal.SIGKILL)
+    out, err = other.communicate(timeout=60)
+    assert (other.returncode, out) == (1, "")
+    assert err == f"error: process {lost} of 2 was lost, so there is no result\n"
+    _, err = victim.communicate(timeout=60)
+    assert victim.returncode == 1
+    assert err == f"error: process {lost} of 2 (this one) was ended by SIGKILL\n"
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_runtime_of_several_that_are_lost():
+    log = "F1130 client.h:86] unhealthy tasks (stopped sending heartbeats):\n1\n3\nThe tasks have\n"
+    assert "process 1, 3 of 4 was lost" in problem_of(log, Place(0, 4))
+    assert problem_of("something else\n", Place(1, 4)) is None
+
+
+def test_places_that_a_cluster_gives(monkeypatch):
+    from ddtree_jax.commands.bench import _parser
+
+    def place(*flags):
+        return processes.place(_parser().parse_args(["throughput", *flags]), devices=2)
+
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "OMPI_", "KUBERNETES"))]:
+        monkeypatch.delenv(name)
+    assert place() is None
+    slurm = dict(JOB_ID=7, STEP_NODELIST="n[1-2]", NTASKS=4, PROCID=3, LOCALID=1)
+    for name, value in slurm.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    assert place() == Place(3, 4, devices=(2, 3))
+    assert place("--processes", "1") is None
+    flags = ["--coordinator", "n1:7000", "--processes", "2", "--process-id", "1"]
+    assert place(*flags) == Place(1, 2, "n1:7000")
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (["--processes", "2"], "--coordinator, --processes and --process-id go together"),
+        (["--coordinator", "a:1", "--processes", "0", "--process-id", "0"], "--processes is 0"),
+        (["--coordinator", "a:1", "--processes", "2", "--process-id", "2"], "expected 0 to 1"),
+        (["--coordinator", "a", "--processes", "2", "--process-id", "0"], "HOST:PORT"),
+        (["--heartbeat", "31"], "--heartbeat is 31; expected 1 to 30"),
+        (["--tp", "0"], "--tp is 0"),
+        (["--batch-size", "0"], "--batch-size is 0"),
+        (["--data", "2", "--batch-size", "3"], "the 1 (cpu)"),
+        (["--tree-budget", "0"], "budget is 0"),
+        (["--max-new-tokens", "0"], "max_new_tokens is 0"),
+        (["--eval", "nowhere.jsonl"], "nowhere.jsonl"),
+    ],
+)
+def test_bad_usage(argv, flags, word, capsys):
+    assert main([*argv, *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert word in error
