@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import os
 import secrets
 import shutil
@@ -28,6 +29,7 @@ from ddtree_jax.config import read_json
 from ddtree_jax.errors import InputError
 
 FORMAT, LAYOUT_VERSION = "ddtree_jax", 1
+_READ_BYTES = 2**31
 HEADER, PARAMS = "ddtree.json", "params"
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -281,10 +283,13 @@ def load_params(
 ) -> dict[str, Any]:
     """Reads each parameter straight into sharding_for(path); as a NumPy array where that is None.
 
-    A device is given only its shards; the host holds no more than a few parameters at a time.
+    A device is given only its shards. The host reads some parameters at a time: 2 GiB, or twice the
+    largest one.
     """
     check_layout(folder, leaves)
     ocp, context = _orbax()
+    largest = max(math.prod(leaf.shape) * leaf.dtype(dtype).itemsize for leaf in leaves)
+    context.memory.read_concurrent_bytes = max(_READ_BYTES, 2 * largest)
 
     def wanted(leaf: Leaf) -> Any:
         sharding = sharding_for(leaf.path)

@@ -967,6 +967,47 @@ def test_memory_of_a_hybrid(tmp_path):
     assert heads in report.warnings(source, 4, 10)
 
 
+def with_repeated_heads(values, tensors):
+    """The same model, written down with each KV and key head twice."""
+
+    def twice(x, heads):
+        return np.repeat(x.reshape(heads, -1, *x.shape[1:]), 2, axis=0).reshape(-1, *x.shape[1:])
+
+    changed = {}
+    for name, x in tensors.items():
+        if re.search(r"self_attn\.[kv]_proj", name):
+            x = twice(x, K)
+        elif re.search(r"linear_attn\.(in_proj_qkv|conv1d)", name):
+            q, k, v = np.split(x, [KEYS * X, 2 * KEYS * X])
+            x = np.concatenate([twice(q, KEYS), twice(k, KEYS), v])
+        changed[name] = x
+    heads = {"num_key_value_heads": 2 * K}
+    if "linear_num_key_heads" in values:
+        heads["linear_num_key_heads"] = 2 * KEYS
+    return values | heads, changed
+
+
+@pytest.mark.parametrize(
+    "values",
+    [QWEN3, BIASED, BIASED_DRAFTER, QWEN3_5 | {"linear_num_value_heads": 8}],
+    ids=["qwen3", "bias", "drafter", "hybrid"],
+)
+def test_heads_are_repeated_for_more_shards(tmp_path, values):
+    drafter = "dflash_config" in values
+    tensors = random_tensors(values)
+    folder = write_folder(tmp_path / "few", values, tensors)
+    many = write_folder(tmp_path / "many", *with_repeated_heads(values, tensors))
+    source = convert.open_model(folder, drafter=drafter)
+    wanted = convert.open_model(many, drafter=drafter)
+    assert source.config.for_shards(2) == source.config
+    assert source.config.for_shards(2 * K) == wanted.config
+    assert_same(source.load(shards=2 * K), wanted.load())
+    stored = convert.convert(source, tmp_path / "stored")
+    assert_same(convert.open_model(stored, drafter=drafter).load(shards=2 * K), wanted.load())
+    with pytest.raises(InputError, match=r"heads of 2 KV heads do not divide over 3 shards"):
+        source.load(shards=3)
+
+
 def test_check(tmp_path, capsys):
     target = write_folder(tmp_path / "t", LLAMA | {"num_hidden_layers": 4})
     draft = write_folder(tmp_path / "d", DRAFTER)
