@@ -699,7 +699,7 @@ class _Run:
         engine: Engine,
         prompts: Sequence[Sequence[int]],
         options: Sequence[Options],
-        min_slots: int,
+        min_slots: int = 0,
     ):
         self.engine, self.prompts, self.options = engine, prompts, options
         mode, budget = options[0].mode, options[0].tree_budget or default_budget()

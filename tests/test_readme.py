@@ -18,10 +18,11 @@ PARSERS = {
 
 
 def commands():
-    for page in ("README.md", CARD):
+    for page in ("README.md", CARD, "docs/multi-gpu.md"):
         text = (ROOT / page).read_text(encoding="utf-8")
         for block in re.findall(r"^```\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE):
             for line in block.replace("\\\n", " ").splitlines():
+                line = re.sub(r"^([A-Z_]+=\S+ )+", "", line)  # the environment
                 if line.startswith((".venv/bin/", "make ")):
                     yield shlex.split(line, comments=True)
 
