@@ -119,6 +119,17 @@ _QWEN3_8B: dict[str, Any] = dict(
 SHAPES: dict[str, tuple[TargetConfig, DrafterConfig]] = {
     "qwen3-8b": _pair(**_QWEN3_8B),
     "qwen3-4b": _pair(**_QWEN3_8B | dict(hidden=2560, mlp=9728, tied=True, draft_mlp=9728)),
+    "qwen3-32b": _pair(
+        **_QWEN3_8B
+        | dict(
+            layers=64,
+            hidden=5120,
+            mlp=25600,
+            heads=64,
+            draft_mlp=25600,
+            taps=(1, 16, 31, 46, 61),
+        )
+    ),
     "llama-3.1-8b": _pair(
         **_QWEN3_8B
         | dict(

@@ -41,8 +41,21 @@ def decoded(engine, name, mode, temperature, extra):
     return {
         "runs": runs[0], "again": runs[1][::-1], "compilations": engine.compilations,
         "collectives": {op: count for op, count in collectives.items() if count},
+        "differing": differing_replicas(engine, options),
         "layers": [engine.target.num_layers, engine.drafter.num_layers],
     }
+
+
+def differing_replicas(engine, options):
+    """How many results of a round are not the same bits on all devices that hold them.\"\"\"
+    program, leaves, state = engine.round_at(options, 20, 256)
+    found = 0
+    for leaf in jax.tree.leaves(program(leaves, state)):
+        copies = {}
+        for part in leaf.addressable_shards:
+            copies.setdefault(str(part.index), set()).add(np.asarray(part.data).tobytes())
+        found += any(len(each) > 1 for each in copies.values())
+    return found
 
 
 def from_store(name, shards):
@@ -169,6 +182,12 @@ def test_collectives_of_a_round(outputs, case):
     if case.startswith("llama_gqa3"):  # filters ask the whole vocabulary again and again
         assert got.pop("all-gather") > wanted.pop("all-gather")
     assert got == wanted
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_devices_decide_alike(outputs, case):
+    """To the last bit: else they would build different trees."""
+    assert outputs[case]["differing"] == 0
 
 
 @pytest.mark.parametrize("case", NAMES)
