@@ -483,12 +483,13 @@ class Engine:
         )
         keys = iter(jax.random.split(jax.random.key(0), 4096))
 
-        def normal(x: jax.Array) -> jax.Array:
-            draw = functools.partial(jax.random.normal, shape=x.shape, dtype=x.dtype)
-            return jax.jit(draw, out_shardings=x.sharding)(next(keys))
+        @functools.cache
+        def drawing(shape, dtype, where) -> Callable:
+            draw = functools.partial(jax.random.normal, shape=shape, dtype=dtype)
+            return jax.jit(draw, out_shardings=where)
 
         def noise(cache):
-            return jax.tree.map(normal, cache)
+            return jax.tree.map(lambda x: drawing(x.shape, x.dtype, x.sharding)(next(keys)), cache)
 
         endless = dataclasses.replace(options, stop_ids=())
         requests = [(endless, 2**30, sample) for sample in range(self.batch_size)]

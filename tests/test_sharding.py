@@ -47,7 +47,7 @@ def decoded(engine, name, mode, temperature, extra):
 
 
 def differing_replicas(engine, options):
-    """How many results of a round are not the same bits on all devices that hold them.\"\"\"
+    # How many results of a round are not the same bits on all devices that hold them.
     program, leaves, state = engine.round_at(options, 20, 256)
     found = 0
     for leaf in jax.tree.leaves(program(leaves, state)):
@@ -59,7 +59,7 @@ def differing_replicas(engine, options):
 
 
 def from_store(name, shards):
-    \"\"\"Orbax and safetensors give the same shards, and a device holds nothing else.\"\"\"
+    # Orbax and safetensors give the same shards, and a device holds nothing else.
     mesh = jax.make_mesh((1, shards), ("data", "model"), devices=jax.devices()[:shards])
     direct = convert.open_model(ORACLE / name / "target", drafter=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -111,8 +111,7 @@ CASES = [
     ("swa_bidir", 1, 4, {}, ["dflash"], 0.0, {}),
     ("hybrid_swa", 1, 4, {}, ["ddtree"], 0.0, {}),
     ("llama_mha", 1, 4, {}, ["ar"], 0.0, {}),
-    ("llama_gqa3", 2, 1, {"batch_size": 2}, ["ddtree"], 0.8, FILTERS),
-    ("qwen3_gqa", 2, 2, {"batch_size": 4}, ["ddtree"], 0.0, {}),
+    ("llama_gqa3", 2, 2, {"batch_size": 4}, ["ddtree"], 0.8, FILTERS),
 ]
 NAMES = {
     f"{name} {data}x{tp} {mode}": (name, data, tp, settings, mode, temperature)
@@ -171,7 +170,7 @@ def test_collectives_of_a_round(outputs, case):
     target, drafter = outputs[case]["layers"]
     if tp == 1:
         assert outputs[case]["collectives"] == {}
-        return
+        return  # and nothing crosses data shards: the same holds for any number of them
     drafts = mode != "ar"
     split = drafts and not settings.get("whole_drafter")
     wanted = {
