@@ -364,11 +364,12 @@ def leaves_of(config: TargetConfig | DrafterConfig) -> list[Leaf]:
 
 
 def regroup(leaf: Leaf, array: np.ndarray, shape: Shape) -> np.ndarray:
-    """The array of `leaf` in a model whose KV or key heads are repeated (`for_shards`).
+    """The array of `leaf` in a model with more KV or key heads (`config.shared_heads`).
 
-    Worked example: 2 KV heads of 4 queries each on 4 shards. Group 0 is [q0 q1 q2 q3 k v]; it
+    Worked examples: 2 KV heads of 4 queries each on 4 shards. Group 0 is [q0 q1 q2 q3 k v]; it
     becomes [q0 q1 k v] and [q2 q3 k v], and the rows of the output projection [4, h, d] become
-    twice [2, h, d].
+    twice [2, h, d]. With 3 queries the second group is [q2 0 k v]. 3 KV heads on 2 shards become 4,
+    of which the last is 0.
 
     Args:
       shape: that of the result.
@@ -377,14 +378,24 @@ def regroup(leaf: Leaf, array: np.ndarray, shape: Shape) -> np.ndarray:
         return array
     axis = leaf.shard_axis
     assert axis is not None
-    groups = shape[axis]
+    copies, rest = divmod(shape[axis], array.shape[axis])
+    if rest:
+        widths = [(0, 0)] * array.ndim
+        widths[axis] = (0, shape[axis] - array.shape[axis])
+        return np.pad(array, widths)
     ends = np.cumsum([size for size, _ in leaf.group])[:-1]
-    parts = [
-        np.repeat(part, groups // array.shape[axis], axis=axis)
-        if shared
-        else part.reshape(*shape[: axis + 1], -1, *shape[axis + 2 :])
-        for part, (_, shared) in zip(np.split(array, ends, axis=axis + 1), leaf.group, strict=True)
-    ]
+    shared = sum(size for size, both in leaf.group if both)
+    before, after = array.shape[axis + 1] - shared, shape[axis + 1] - shared
+    parts = []
+    for part, (size, both) in zip(np.split(array, ends, axis=axis + 1), leaf.group, strict=True):
+        if both:
+            parts.append(np.repeat(part, copies, axis=axis))
+            continue
+        each = size * after // before
+        widths = [(0, 0)] * array.ndim
+        widths[axis + 1] = (0, copies * each - size)
+        part = np.pad(part, widths)
+        parts.append(part.reshape(*shape[: axis + 1], each, *shape[axis + 2 :]))
     return np.concatenate(parts, axis=axis + 1)
 
 

@@ -113,11 +113,9 @@ class DecoderConfig:
         return self.delta is not None and layer in self.delta.layers
 
     def for_shards(self, shards: int) -> Self:
-        """The same model with its KV heads repeated, if need be, until `shards` divide them.
+        """The same model with as many KV heads as `shards` devices can share.
 
-        Query heads stand in the order of their KV heads, so to repeat each KV head r times and give
-        each copy an r-th of its queries is the same attention. The same is done with key heads of
-        Gated DeltaNet and their value heads.
+        The same is done with key heads of Gated DeltaNet and their value heads; see `shared_heads`.
 
         Raises:
           InputError: something does not divide; it names all of that.
@@ -127,31 +125,38 @@ class DecoderConfig:
             raise InputError("; ".join(problems))
         delta = self.delta
         if delta is not None:
-            heads = math.lcm(delta.num_key_heads, shards)
-            delta = dataclasses.replace(delta, num_key_heads=heads)
-        kv_heads = math.lcm(self.num_kv_heads, shards)
-        return dataclasses.replace(self, num_kv_heads=kv_heads, delta=delta)
+            keys, values = shared_heads(delta.num_key_heads, delta.group_size, shards)
+            delta = dataclasses.replace(delta, num_key_heads=keys, num_value_heads=values)
+        kv_heads, heads = shared_heads(self.num_kv_heads, self.group_size, shards)
+        return dataclasses.replace(self, num_kv_heads=kv_heads, num_heads=heads, delta=delta)
 
     def shard_problems(self, shards: int) -> list[str]:
         """Every reason why `shards` devices cannot share the model."""
-        groups = [("heads", "KV heads", self.num_heads, self.num_kv_heads)]
-        if self.delta is not None:
-            heads = (self.delta.num_value_heads, self.delta.num_key_heads)
-            groups.append(("value heads", "key heads", *heads))
-        problems = [
-            f"{many} {name} of {few} {owners} do not divide over {shards} shards"
-            for name, owners, many, few in groups
-            if many % math.lcm(few, shards)
-        ]
         sizes = {"MLP size": self.intermediate_size}
         if isinstance(self, TargetConfig):
             sizes["padded vocabulary"] = self.padded_vocab
-        problems += [
+        return [
             f"the {name} of {size} does not divide over {shards} shards"
             for name, size in sizes.items()
             if size % shards
         ]
-        return problems
+
+
+def shared_heads(owners: int, group: int, shards: int) -> tuple[int, int]:
+    """How many KV heads, and query heads in all, a model has whose KV heads `shards` divide.
+
+    Query heads stand in the order of their KV heads, so to repeat each KV head r times and give
+    each copy an r-th of its queries is the same attention. A head whose weights are all 0 adds 0 to
+    the output: it fills up queries that r does not divide, or KV heads that are too few by some.
+    Of the two ways the one with fewer heads is taken; `convert.names.regroup` makes the weights.
+    """
+    repeated = math.lcm(owners, shards)
+    filled = -(-owners // shards) * shards
+    ways = [(repeated * -(-group * owners // repeated), repeated)]
+    if filled % owners:
+        ways.append((filled * group, filled))
+    heads, kv_heads = min(ways)
+    return kv_heads, heads
 
 
 @dataclasses.dataclass(frozen=True)

@@ -110,7 +110,7 @@ CASES = [
     ("qwen3_tied", 1, 4, {}, ["ddtree"], 0.0, {}),
     ("swa_bidir", 1, 4, {}, ["dflash"], 0.0, {}),
     ("hybrid_swa", 1, 4, {}, ["ddtree"], 0.0, {}),
-    ("llama_mha", 1, 4, {}, ["ar"], 0.0, {}),
+    ("llama_gqa3", 1, 4, {}, ["ar"], 0.0, {}),  # three queries a KV head, shared by two devices
     ("llama_gqa3", 2, 2, {"batch_size": 4}, ["ddtree"], 0.8, FILTERS),
 ]
 NAMES = {
