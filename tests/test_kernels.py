@@ -19,7 +19,15 @@ from ddtree_jax import rounds
 from ddtree_jax.models import Models
 from ddtree_jax.sampling import GREEDY
 from ddtree_jax.shapes import SHAPES
-from kernels_pallas import commit, draft_tree, matmul, rows, tree_attention, tree_attention_mosaic
+from kernels_pallas import (
+    all_sum,
+    commit,
+    draft_tree,
+    matmul,
+    rows,
+    tree_attention,
+    tree_attention_mosaic,
+)
 from kernels_pallas.dispatch import Kernels
 
 
@@ -196,6 +204,34 @@ def test_unsupported_products_say_why():
     assert "float32" in matmul.unsupported_reason(1, 64, 64, jnp.float32)
     assert "96 x 64" in matmul.unsupported_reason(1, 96, 64, jnp.bfloat16)
     assert matmul.unsupported_reason(128, 64, 64, jnp.bfloat16) is None
+
+
+# Sums over devices.
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_sums_over_devices_lower_for_hopper(devices):
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    kinds = (AxisType.Auto, AxisType.Auto)
+    mesh = AbstractMesh((1, devices), ("data", "model"), kinds, abstract_device=device)
+
+    def program(parts):
+        return all_sum.all_sum(parts, axis="model", mesh_axes=("data", "model"))
+
+    mapped = jax.shard_map(program, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
+    where = NamedSharding(mesh, jax.P())
+    parts = jax.ShapeDtypeStruct((3, 64, 512), jnp.float32, sharding=where)
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = jax.jit(mapped).trace(parts).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu_v2") == 1
+    assert "multimem" not in text  # NVLink multicast is left alone
+
+
+def test_unsupported_sums_say_why():
+    assert "float32" in all_sum.unsupported_reason(1, 256, jnp.float32)
+    assert "513 rows" in all_sum.unsupported_reason(513, 256, jnp.bfloat16)
+    assert "rows of 100" in all_sum.unsupported_reason(1, 100, jnp.bfloat16)
+    assert all_sum.unsupported_reason(64, 4096, jnp.bfloat16) is None
 
 
 # Rows.

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from ddtree_jax import api
 from ddtree_jax.commands import (
+    bench_all_sum,
     bench_kernels,
     bench_products,
     bench_round,
@@ -59,6 +60,7 @@ def _parser() -> shell.Parser:
     bench_startup.add_parser(commands)
     bench_products.add_parser(commands)
     bench_kernels.add_parser(commands)
+    bench_all_sum.add_parser(commands)
     return parser
 
 
@@ -241,6 +243,7 @@ def command(argv: Sequence[str]) -> int:
         "startup": bench_startup.run,
         "products": bench_products.run,
         "kernels": bench_kernels.run,
+        "all-sum": bench_all_sum.run,
     }
     return runs[args.command](args)
 
