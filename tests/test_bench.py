@@ -30,7 +30,7 @@ from ddtree_jax.commands.stages import recurrent_part
 from ddtree_jax.config import parse_target
 from ddtree_jax.errors import InputError
 from ddtree_jax.models import Models
-from ddtree_jax.shapes import SHAPES
+from ddtree_jax.shapes import SHAPES, first_layers
 from ddtree_jax.training import prompts
 from kernels_pallas import matmul
 from kernels_pallas.dispatch import REFERENCE, Kernels
@@ -330,3 +330,18 @@ def test_a_wrong_kernel_is_seen():
     cases = {each.operation: each for each in bench_kernels.cases(SHAPES["tiny"][0], 9, 40)}
     ok = {name: bench_kernels.row(case, 9, Broken())["ok"] for name, case in cases.items()}
     assert [name for name, right in ok.items() if not right] == ["add and norm", "append"]
+
+
+def test_the_first_layers_of_a_pair():
+    target, drafter = first_layers(*SHAPES["qwen3.6-27b"], 8)
+    assert (target.num_layers, len(target.windows)) == (8, 8)
+    assert target.delta.layers == (0, 1, 2, 4, 5, 6)
+    assert (drafter.target_layer_ids, drafter.num_target_layers) == ((0, 1, 2, 3, 4), 8)
+    assert first_layers(*SHAPES["tiny"], 2)[0].num_layers == 2
+
+
+@pytest.mark.parametrize("count", ["4", "37"])
+def test_layers_that_a_pair_does_not_have(capsys, count):
+    assert main(["round", "--layers", count]) == 2
+    wanted = f"error: --layers is {count} layers; expected 5 to 36 for qwen3-8b"
+    assert wanted in capsys.readouterr().err

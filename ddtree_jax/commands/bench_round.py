@@ -20,9 +20,10 @@ from ddtree_jax.commands import bench_parts, hugging_face, profile, round_tables
 from ddtree_jax.commands.floors import bytes_read, matrix_rate, read_bandwidth
 from ddtree_jax.commands.stages import stages
 from ddtree_jax.commands.sweep import jumps, number_list
+from ddtree_jax.config import DrafterConfig, TargetConfig
 from ddtree_jax.engine import ATTENTION, Engine, Options, bucket, sampler_of
 from ddtree_jax.errors import InputError
-from ddtree_jax.shapes import SHAPES
+from ddtree_jax.shapes import SHAPES, first_layers
 from ddtree_jax.sharding import local_mesh
 
 WARM_UP = 10
@@ -52,6 +53,12 @@ def add_parser(commands) -> None:
     )
     add = parser.add_argument
     add("--shape", choices=sorted(SHAPES), default="qwen3-8b")
+    add(
+        "--layers",
+        type=int,
+        metavar="N",
+        help="only the target's first layers: sweeps compile fast",
+    )
     add(
         "--budget",
         default="63",
@@ -198,6 +205,16 @@ class Plan:
         return max(*(case.slots for case in self.cases), *(n + 1 for n in self.prompts), 0)
 
 
+def pair_of(args) -> tuple[TargetConfig, DrafterConfig]:
+    """The configurations that the flags name."""
+    if args.layers is None:
+        return SHAPES[args.shape]
+    try:
+        return first_layers(*SHAPES[args.shape], args.layers)
+    except ValueError as error:
+        raise InputError(f"--layers is {error} for {args.shape}") from None
+
+
 def planned(args) -> Plan:
     """Raises InputError naming the flag whose value cannot be used."""
     lists = {
@@ -225,7 +242,7 @@ def planned(args) -> Plan:
                 (f"ddtree {budget}, {name}", dataclasses.replace(tree, **changes))
                 for name, changes in SAMPLING.items()
             ]
-    _, drafter = SHAPES[args.shape]
+    _, drafter = pair_of(args)
     more = 2 * (max(args.rounds, 2 * TRACED) + WARM_UP + AHEAD) + drafter.block_size
     cases = [
         Case(label, options, context, bucket(context + more))
@@ -280,7 +297,7 @@ def run(args) -> int:
     if args.json:
         shell.check_writable(args.json)
     plan = planned(args)
-    target, drafter = SHAPES[args.shape]
+    target, drafter = pair_of(args)
     console = shell.console(stderr=True)
     baseline = []
     if args.baseline:  # before JAX takes most of the GPU's memory
@@ -306,6 +323,7 @@ def run(args) -> int:
     shared = {
         "schema": 1,
         "shape": args.shape,
+        "layers": target.num_layers,
         "weights": "random",
         "dtype": args.dtype,
         "tp": args.tp,

@@ -81,8 +81,8 @@ def parts_table(parts: list[dict[str, Any]]) -> Table:
 def show(result: dict[str, Any], *, kernels: bool) -> None:
     out = shell.console()
     title = (
-        f"{result['shape']}, random weights, {result['dtype']}, {result['tp']} x "
-        f"{result['device']}, attention: {result['attention']}; one reads at "
+        f"{result['shape']}, {result['layers']} layers, random weights, {result['dtype']}, "
+        f"{result['tp']} x {result['device']}, attention: {result['attention']}; one reads at "
         f"{result['read_bytes_per_s'] / 1e9:.0f} GB/s, multiplies "
         f"at {result['matrix_flops_per_s'] / 1e12:.3g} TFLOP/s"
     )
