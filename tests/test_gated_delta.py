@@ -186,8 +186,32 @@ def test_the_scan_is_the_definition():
     close(state[0], last)
 
 
-def test_two_hundred_rounds_do_not_drift():
+# Products on tensor cores, as XLA makes them of float32 (TF32_TF32_F32_X3), on a CPU.
+
+
+def cut(x):
+    """To TF32's eleven bits, toward zero."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFFE000)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def one_product(a, b):
+    return jnp.matmul(cut(a), cut(b), precision="highest")
+
+
+def three_products(a, b):
+    low = one_product(a - cut(a), b) + one_product(a, b - cut(b))
+    return low + one_product(a, b)
+
+
+@pytest.mark.parametrize("product", [None, three_products])
+def test_two_hundred_rounds_do_not_drift(product, monkeypatch):
     """Trees and random accepted paths, rounds with nothing accepted and finished rows included."""
+    if product:
+        monkeypatch.setattr(gated_delta, "_matmul", product)
+    # Not those of other tests, which were traced with another product.
+    run = jax.jit(functools.partial(forward.__wrapped__))
+    take = jax.jit(functools.partial(gated_delta.commit))
     generator = np.random.default_rng(2)
     weight = generator.standard_normal((TAPS, K, C))
     text = draw_rows(generator, 3, 0.05)
@@ -197,7 +221,7 @@ def test_two_hundred_rounds_do_not_drift():
         parents, depths = draw_tree(generator)
         path = path_to(parents, int(generator.integers(NODES)))
         count = int(generator.choice([0, 1, len(path)], p=[0.1, 0.2, 0.7]))
-        _, pending = forward(
+        _, pending = run(
             jnp.asarray(weight, jnp.float32),
             carried,
             single(nodes),
@@ -206,7 +230,7 @@ def test_two_hundred_rounds_do_not_drift():
         )
         padded = path + [0] * (DEEPEST + 1 - len(path))
         before = carried
-        carried = commit(carried, pending, jnp.full(1, count, jnp.int32), integers(padded))
+        carried = take(carried, pending, jnp.full(1, count, jnp.int32), integers(padded))
         if count == 0:
             for ours, theirs in zip(jax.tree.leaves(carried), jax.tree.leaves(before), strict=True):
                 np.testing.assert_array_equal(ours, theirs)
@@ -246,6 +270,78 @@ def test_the_solve_is_exact_where_one_series_is_not(depth, alike):
     )
     wanted = np.linalg.solve(np.eye(len(a)) + a.astype(np.float64), right)
     close(got[0, 0, 0], wanted)
+
+
+def real_rows(generator, count, decay, alike):
+    """Rows of two heads of the published sizes, keys and queries of cosine `alike`."""
+    shared = generator.standard_normal(128)
+
+    def units():
+        x = np.sqrt(alike) * shared + np.sqrt(1 - alike) * generator.standard_normal((count, 128))
+        return (x / np.linalg.norm(x, axis=-1, keepdims=True))[:, None].astype(np.float32)
+
+    strength = 10 ** generator.uniform(-4, 2, (count, 1, 2)) if decay is None else decay
+    rows = (
+        units() * np.float32(128**-0.5),
+        units(),
+        generator.standard_normal((count, 1, 2, 128)),
+        -strength * generator.uniform(0, 1, (count, 1, 2)),
+        generator.uniform(0.9, 1, (count, 1, 2)),
+    )
+    return [row.astype(np.float32) for row in rows]
+
+
+def exactly(state, rows):
+    """The recurrence in float64: outputs and the last state."""
+    state, outputs = state.astype(np.float64), []
+    for q, k, v, g, beta in zip(*(row.astype(np.float64) for row in rows), strict=True):
+        state = state * np.exp(g)[:, None, :, None]
+        u = beta[..., None] * (v - np.tensordot(k[0], state[0], 1))
+        state = state + k[:, :, None, None] * u[:, None]
+        outputs.append(np.tensordot(q[0], state[0], 1)[None])
+    return np.array(outputs), state
+
+
+def errors(product, decay, alike, monkeypatch):
+    """Of a tree's outputs and committed state, and of a chunk's, with products so made."""
+    monkeypatch.setattr(gated_delta, "_matmul", product)
+    generator, count, before = np.random.default_rng(4), 36, 64
+    rows = real_rows(generator, before + count, decay, alike)
+    nothing = np.zeros((1, 128, 2, 128), np.float32)
+    state = exactly(nothing, [row[:before] for row in rows])[1].astype(np.float32)
+    # A chain of 32 nodes, and four leaves beside its end.
+    parents = np.array([*range(-1, 31), 30, 30, 30, 30])
+    depths, path = np.minimum(np.arange(count), 31), np.arange(32)
+
+    @jax.jit
+    def run(state, rows):
+        ancestors = draft_tree.ancestor_matrix(integers(parents), 31)
+        nodes = [row[:, before:] for row in rows]
+        o, u = gated_delta.tree(state, *nodes, ancestors, integers(depths), 31)
+        carried = Recurrent(state, jnp.zeros((1, 1, 3, 1)))
+        pending = Nodes(nodes[1], u, nodes[3], jnp.zeros((1, count, 1, 1)))
+        after = gated_delta.commit(carried, pending, jnp.full(1, 32, jnp.int32), integers(path))
+        return o[0, :32], after.state[0], gated_delta.chunk(0 * state, *rows)
+
+    o, after, (chunk_o, chunk_state) = run(state[None], [row[None] for row in rows])
+    tree_rows = [row[before : before + 32] for row in rows]
+    pairs = zip(
+        (o, after, chunk_o[0], chunk_state[0]),
+        (*exactly(state, tree_rows), *exactly(nothing, rows)),
+        strict=True,
+    )
+    return [np.abs(ours - wanted).max() / np.abs(wanted).max() for ours, wanted in pairs]
+
+
+@pytest.mark.parametrize("alike", [0.95, 0.0])
+@pytest.mark.parametrize("decay", ["none", "strong", "mixed"])
+def test_three_products_of_tf32_are_enough(decay, alike, monkeypatch):
+    found = errors(three_products, DECAYS[decay], alike, monkeypatch)
+    assert max(found) < 7e-6, found
+
+
+def test_one_product_of_tf32_is_not(monkeypatch):
+    assert min(errors(one_product, DECAYS["mixed"], 0.95, monkeypatch)) > 1e-5
 
 
 def test_convolution_reads_up_the_tree_into_the_committed_inputs():
