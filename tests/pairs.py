@@ -18,6 +18,7 @@ ORACLE = Path(__file__).parent / "oracle"
 PAIRS = (
     "causal_full",
     "causal_head",
+    "hybrid_fused",
     "hybrid_swa",
     "llama_gqa3",
     "llama_mha",

@@ -45,6 +45,8 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, rotate_half
 
@@ -90,7 +92,7 @@ class Pair:
     @property
     def recurrent(self) -> bool:
         """Whether the target has a state that no mask can split into paths."""
-        return self.family == "qwen3_5"
+        return self.family in ("qwen3_5", "qwen3_next")
 
     @property
     def public(self) -> bool:
@@ -249,6 +251,36 @@ PAIRS = (
         modern=True,
         seed=7,
     ),
+    Pair(
+        name="hybrid_fused",
+        family="qwen3_next",
+        block=10,
+        taps=(2, 1),
+        target=_dims(
+            32,
+            64,
+            4,
+            4,
+            1,
+            16,
+            vocab_size=104,
+            layer_types=[LINEAR, FULL] * 2,
+            num_experts=0,
+            tie_word_embeddings=True,
+            linear_num_key_heads=2,
+            linear_num_value_heads=6,
+            linear_key_head_dim=8,
+            linear_value_head_dim=6,
+            linear_conv_kernel_dim=3,
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        ),
+        draft=_dims(32, 64, 2, 4, 2, 8, layer_types=[FULL, FULL]),
+        seed=8,
+    ),
 )
 
 
@@ -287,6 +319,7 @@ def make_target(pair: Pair) -> nn.Module:
     classes = {
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
         "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
+        "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
         "llama": (LlamaConfig, LlamaForCausalLM),
     }
     config_class, model_class = classes[pair.family]
@@ -672,14 +705,18 @@ def verify_paths(target, ids: torch.Tensor, paths: list[tuple[int, ...]]) -> dic
 
 
 def verify_alone(target, ids: torch.Tensor, paths: list[tuple[int, ...]]) -> dict:
-    """As `verify_paths`, every path in a row of its own: what follows a token cannot reach it."""
-    depth = max(map(len, paths))
-    padded = torch.tensor([[*path, *[0] * (depth - len(path))] for path in paths])
-    rows = torch.cat([ids.expand(len(paths), -1), padded], 1)
-    best = target(rows, use_cache=False).logits.argmax(-1)
-    root = ids.shape[1] - 1
-    choices = {(): best[0, root].item()}
-    return choices | {path: best[i, root + len(path)].item() for i, path in enumerate(paths)}
+    """As `verify_paths`, every leaf's path in a row of its own: no token reaches back in it."""
+    inner = {path[:-1] for path in paths}
+    leaves = [path for path in paths if path not in inner]
+    depth = max(map(len, leaves))
+    padded = torch.tensor([[*path, *[0] * (depth - len(path))] for path in leaves])
+    rows = torch.cat([ids.expand(len(leaves), -1), padded], 1)
+    best = target(rows, use_cache=False).logits.argmax(-1)[:, ids.shape[1] - 1 :].tolist()
+    return {
+        leaf[:length]: choices[length]
+        for leaf, choices in zip(leaves, best, strict=True)
+        for length in range(len(leaf) + 1)
+    }
 
 
 def replay(text: list[int], prompt_length: int, logits: torch.Tensor, budget: int | None):
