@@ -118,7 +118,7 @@ def test_one_layer(name):
 
 # Trees.
 
-PREFIX, NODES, DEEPEST = 5, 14, 5
+NODES, DEEPEST, LONGEST = 14, 5, 9
 
 
 def random_hybrid(name) -> Target:
@@ -128,11 +128,12 @@ def random_hybrid(name) -> Target:
     return target
 
 
-def run_nodes(target, prefix, tokens, depths, ancestors, path, count):
-    """Hidden rows, features and what is committed of a path of nodes, after a prefix."""
+def run_nodes(target, prefix, length, tokens, depths, ancestors, path, count):
+    """Hidden rows, features and what is committed of a path of nodes, after a padded prefix."""
     cache = caches.empty(target.config, 1, 16, jnp.float32)
-    _, _, pending = chain_of(target, cache, prefix, one(0), whole=True)
-    length = one(prefix.shape[1])
+    tree = trees.chain(prefix)
+    chunk = (tree.tokens, tree.depths, tree.ancestors)
+    _, _, pending = target(cache, *chunk, one(0), count_b=length)
     cache = caches.commit(cache, pending, one(0), length)
     hidden, features, pending = target(
         cache, tokens, depths, ancestors, length, (0, 2), max_depth=DEEPEST
@@ -140,32 +141,43 @@ def run_nodes(target, prefix, tokens, depths, ancestors, path, count):
     return hidden[0], features[0], caches.commit(cache, pending, length, count, path)
 
 
-def test_tree_is_all_its_paths():
-    run = jitted(random_hybrid("qwen3_5"), run_nodes)
-    causal = trees.chain(jnp.zeros((1, DEEPEST + 1), jnp.int32))
+def seen(cache, length):
+    """What a cache says of its first `length` tokens: the rest is never read."""
+    return [*jax.tree.leaves(cache.recurrent), *(x[:, :, :length] for x in cache.k + cache.v)]
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_tree_is_all_its_paths(name):
+    """After prefixes that fill nothing, a part and all of the convolution's window."""
+    run = jitted(random_hybrid(name), run_nodes)
     in_order = row(np.arange(DEEPEST + 1))
-    for seed in range(2):
-        generator = np.random.default_rng(seed)
+    for length in (0, 2, LONGEST):
+        generator = np.random.default_rng(length)
         parents, depths = [-1], [0]
         for node in range(1, NODES):
             options = [i for i in range(node) if depths[i] < DEEPEST]
             parents.append(int(generator.choice(options)))
             depths.append(depths[parents[-1]] + 1)
-        tokens, prefix = generator.permutation(96)[:NODES], generator.permutation(96)[:PREFIX]
+        tokens, prefix = generator.permutation(96)[:NODES], generator.permutation(96)[:LONGEST]
         ancestors = draft_tree.ancestor_matrix(row(parents), DEEPEST)
+        before = row(prefix), one(length)
         for leaf in set(range(NODES)) - set(parents):
             path = [leaf]
             while parents[path[0]] >= 0:
                 path.insert(0, parents[path[0]])
             rest, count = [0] * (DEEPEST + 1 - len(path)), one(len(path))
-            got = run(row(prefix), row(tokens), row(depths), ancestors, row(path + rest), count)
-            alone = row([*tokens[path], *rest])
-            wanted = run(row(prefix), alone, causal.depths, causal.ancestors, in_order, count)
+            got = run(*before, row(tokens), row(depths), ancestors, row(path + rest), count)
+            # The path in rows 0, 1, ..., and rows without a parent, so that the shape is the same.
+            others = [0] * (NODES - len(path))
+            chain = draft_tree.ancestor_matrix(
+                row([*range(-1, len(path) - 1), *(-1 for _ in others)]), DEEPEST
+            )
+            alone = row([*tokens[path], *others]), row([*range(len(path)), *others]), chain
+            wanted = run(*before, *alone, in_order, count)
             for ours, theirs in zip(got[:2], wanted[:2], strict=True):
                 close(ours[np.array(path)], theirs[: len(path)], 3e-5)
-            for ours, theirs in zip(
-                jax.tree.leaves(got[2]), jax.tree.leaves(wanted[2]), strict=True
-            ):
+            caches_of = [seen(result[2], length + len(path)) for result in (got, wanted)]
+            for ours, theirs in zip(*caches_of, strict=True):
                 close(ours, theirs, 3e-5)
 
 
