@@ -12,8 +12,8 @@ from ddtree_jax import tree as trees
 
 
 def modes_of(name):
-    """Plain decoding, the chain and the trees; fewer trees where no public code made the record."""
-    budgets = BUDGETS if golden(name)["source"] == "public code" else (15, 63)
+    """Plain decoding, the chain and the trees; one tree where no public code made the record."""
+    budgets = BUDGETS if golden(name)["source"] == "public code" else (63,)
     return [("ar", None), ("dflash", None), *(("ddtree", budget) for budget in budgets)]
 
 
