@@ -25,7 +25,9 @@ from jax import lax
 
 CHUNK = 64  # rows of a causal chunk that are solved together
 
-TILE = 16  # rows, columns and terms of the smallest product that fills a tensor core
+# Rows, columns and terms from which products run on tensor cores (16 would fill them); None: never,
+# until a GPU has shown what it gains by that.
+TILE: int | None = None
 
 # Everything goes through the state for the rest of the text: no TF32 alone.
 _einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
@@ -34,13 +36,14 @@ _take = functools.partial(jnp.take_along_axis, mode="promise_in_bounds")
 
 
 def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
-    """a b, float32: on a GPU's tensor cores, as three products of TF32 parts, where it fills them.
+    """a b, float32: on a GPU's tensor cores, as three products of TF32 parts, from TILE on.
 
     With 128 terms those are off by 3e-6 of |a| |b| at most, half of it lost to the tensor cores'
     cut sums, where float32 is off by 6e-7 and one TF32 product by 1e-3. A whole tree, a state and a
     long chain of commits stay within 1e-5 (tests). Smaller products are bound by what they read.
     """
-    fills = min(*a.shape[-2:], b.shape[-1]) >= TILE and jax.default_backend() == "gpu"
+    fills = TILE is not None and min(*a.shape[-2:], b.shape[-1]) >= TILE
+    fills = fills and jax.default_backend() == "gpu"
     precision = lax.DotAlgorithmPreset.TF32_TF32_F32_X3 if fills else lax.Precision.HIGHEST
     return jnp.matmul(a, b, precision=precision)
 
