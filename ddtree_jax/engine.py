@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,6 +26,11 @@ MODES = ("ddtree", "dflash", "ar")
 ATTENTION = ("auto", "mosaic", "reference")
 STOP_SLOTS = MAX_STOP_IDS  # static, so that requests share programs
 BIAS_SLOTS = 64
+# Bounds of what is added to logits, and of what they are multiplied with or divided by: float32
+# holds whatever comes out of all of them together.
+LARGEST_SUMMAND = 1e9
+LARGEST_FACTOR = 1e6
+LARGEST_TEMPERATURE = 1e20
 
 
 def default_budget() -> int:
@@ -81,9 +85,13 @@ class Options:
             raise InputError(f"tree budget is {self.tree_budget}; expected 1 to 511 nodes")
         if not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 1:
             raise InputError(f"max_new_tokens is {self.max_new_tokens}; expected at least 1")
-        if not 0 <= self.temperature < float("inf"):
-            raise InputError(f"temperature is {self.temperature}; expected 0 or more")
-        if not 0 <= self.seed < 2**32:
+        largest = LARGEST_TEMPERATURE
+        if self.temperature != 0 and not 1 / largest <= self.temperature <= largest:
+            raise InputError(
+                f"temperature is {self.temperature}; expected 0 (greedy), or {1 / largest:g} to "
+                f"{largest:g}"
+            )
+        if not (isinstance(self.seed, int) and 0 <= self.seed < 2**32):
             raise InputError(f"seed is {self.seed}; expected 0 to 2^32 - 1")
         if not isinstance(self.n, int) or self.n < 1:
             raise InputError(f"n is {self.n}; expected at least 1")
@@ -93,13 +101,21 @@ class Options:
             raise InputError(f"top_p is {self.top_p}; expected more than 0 and at most 1")
         if not 0 <= self.min_p <= 1:
             raise InputError(f"min_p is {self.min_p}; expected 0 to 1")
-        if not 0 < self.repetition_penalty < float("inf"):
+        if not 1 / LARGEST_FACTOR <= self.repetition_penalty <= LARGEST_FACTOR:
             raise InputError(
-                f"repetition_penalty is {self.repetition_penalty}; expected more than 0"
+                f"repetition_penalty is {self.repetition_penalty}; expected "
+                f"{1 / LARGEST_FACTOR:g} to {LARGEST_FACTOR:g}, 1 for none"
             )
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not math.isfinite(getattr(self, name)):
-                raise InputError(f"{name} is {getattr(self, name)}; expected a number")
+        summands = {
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+        }
+        summands |= {f"logit_bias of token {key}": bias for key, bias in self.logit_bias.items()}
+        for name, value in summands.items():
+            if not abs(value) <= LARGEST_SUMMAND:
+                raise InputError(
+                    f"{name} is {value}; expected {-LARGEST_SUMMAND:g} to {LARGEST_SUMMAND:g}"
+                )
         if not isinstance(self.min_new_tokens, int) or (
             not 0 <= self.min_new_tokens <= self.max_new_tokens
         ):
@@ -111,10 +127,9 @@ class Options:
             raise InputError(
                 f"logit_bias has {len(self.logit_bias)} tokens; expected up to {BIAS_SLOTS}"
             )
-        for token, bias in self.logit_bias.items():
-            if not math.isfinite(bias):
-                raise InputError(f"logit_bias of token {token} is {bias}; expected a number")
-        if isinstance(self.stop, str) or not all(self.stop):
+        if isinstance(self.stop, str) or not all(
+            isinstance(each, str) and each for each in self.stop
+        ):
             raise InputError(f"stop is {self.stop!r}; expected strings that are not empty")
 
 
@@ -541,6 +556,11 @@ class Engine:
                         f"logit_bias names token {token}; expected 0 to "
                         f"{self.target.vocab_size - 1}"
                     )
+            for token in each.stop_ids or ():
+                if not (isinstance(token, int) and 0 <= token < self.target.vocab_size):
+                    raise InputError(
+                        f"stop_ids holds {token}; expected 0 to {self.target.vocab_size - 1}"
+                    )
             if each.stop and self.tokenizer is None:
                 raise InputError("stop strings need a tokenizer; use stop_ids")
             if len(self.stop_ids(each)) > STOP_SLOTS:
@@ -684,7 +704,7 @@ class Engine:
     def with_text(self, result: Generation) -> Generation:
         """Fills `text` where there is a tokenizer; special tokens are left out."""
         if self.tokenizer is not None and result.text is None:
-            result.text = self.tokenizer.decode(result.output_ids, skip_special_tokens=True)
+            result.text = text.decode(self.tokenizer, result.output_ids)
         return result
 
 

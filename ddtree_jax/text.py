@@ -57,6 +57,14 @@ def encode_raw(tokenizer: Any, text: str) -> list[int]:
     return tokenizer.encode(text)
 
 
+def decode(tokenizer: Any, ids: Sequence[int]) -> str:
+    """The text of token ids: special tokens are left out, and nothing is tidied up.
+
+    Some tokenizers drop spaces before punctuation afterwards; a streamed text could not follow.
+    """
+    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
 class StreamDecoder:
     """Turns tokens into text as they arrive; holds back what may still change.
 
@@ -86,7 +94,7 @@ class StreamDecoder:
         return len(self._ids)
 
     def _decode(self, begin: int, end: int) -> str:
-        return self._tokenizer.decode(self._ids[begin:end], skip_special_tokens=True)
+        return decode(self._tokenizer, self._ids[begin:end])
 
     def push(self, tokens: Sequence[int], *, final: bool = False) -> str:
         """The new text; `final` also releases an incomplete character."""
@@ -105,8 +113,11 @@ class StreamDecoder:
         window = self._decode(self._context, len(self._ids))
         if not final and window.endswith(REPLACEMENT):
             return ""
-        self._context, self._shown = self._shown, len(self._ids)
-        return window[len(before) :]
+        piece = window[len(before) :]
+        if piece:  # special tokens alone are no context: the next token may not look like the first
+            self._context = self._shown
+        self._shown = len(self._ids)
+        return piece
 
     def _search(self, tokens: Sequence[int], final: bool) -> str:
         text = self._held + self._extend(tokens, final)

@@ -84,7 +84,9 @@ def test_flags_of_later_are_refused_by_name(capsys, ids, flag, value):
         (["--max-new-tokens", "0"], ["max_new_tokens is 0"]),
         (["--max-new-tokens", "x"], ["--max-new-tokens"]),
         (["--temperature", "-1"], ["temperature is -1"]),
+        (["--temperature", "1e-40"], ["temperature is 1e-40", "1e-20"]),
         (["--seed", "-1"], ["seed is -1"]),
+        (["--seed", "4294967296"], ["seed is 4294967296", "2^32"]),
         (["--batch-size", "0"], ["batch size is 0"]),
         (["--max-length", "0"], ["maximum length is 0"]),
         (["--max-length", "513"], ["maximum length is 513", "512"]),
@@ -101,6 +103,7 @@ def test_flags_of_later_are_refused_by_name(capsys, ids, flag, value):
         (["--logit-bias", "3"], ["--logit-bias is '3'", "ID=V"]),
         (["--logit-bias", "3=x"], ["--logit-bias is '3=x'"]),
         (["--logit-bias", "3=inf"], ["token 3 is inf"]),
+        (["--logit-bias", "3=1e39"], ["token 3 is 1e+39", "1e+09"]),
         (["--logit-bias", "128=1"], ["token 128", "127"]),
         (["--logit-bias", "3=1", "--logit-bias", "3=2"], ["token 3 twice"]),
         (["--stop", "END"], ["--stop", "--prompt-ids"]),
@@ -560,20 +563,43 @@ def test_stream_releases_half_a_character_at_the_end(byte_tokenizer):
     assert decoder.push(ids[:1]) + decoder.push(ids[1:3], final=True) == whole
 
 
-def test_stream_keeps_the_spaces_of_a_tokenizer_that_drops_the_first():
-    """Sentencepiece style: a token's space is shown only where another token stands before it."""
-    from tokenizers import Tokenizer, decoders, models
+SENTENCEPIECE = ["▁one", "▁two", "s", "▁", ".", "▁.", "é", "<s>", "</s>"]
 
-    words = ["▁one", "▁two", "s", "▁", "."]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "."))
-    tokenizer.decoder = decoders.Metaspace()
-    ids = [0, 1, 2, 0, 4, 1, 3, 0, 2, 1]
-    whole = tokenizer.decode(ids)
-    assert whole == "one twos one. two  ones two"
-    for size in (1, 2, 3):
-        decoder = text.StreamDecoder(tokenizer)
-        pieces = [decoder.push(ids[start : start + size]) for start in range(0, len(ids), size)]
-        assert "".join(pieces) == whole
+
+@pytest.fixture(scope="module", params=["Metaspace", "Strip"])
+def sentencepiece(request):
+    """A token's space is shown only where text stands before it; spaces may be tidied up."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: i for i, word in enumerate(SENTENCEPIECE)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, "."))
+    strip = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = (
+        decoders.Metaspace() if request.param == "Metaspace" else decoders.Sequence(strip)
+    )
+    tokenizer.add_special_tokens([AddedToken(word, special=True) for word in SENTENCEPIECE[-2:]])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=True)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    ids=st.lists(st.integers(0, len(SENTENCEPIECE) - 1), min_size=1, max_size=12),
+    sizes=st.lists(st.integers(1, 3), min_size=1),
+)
+def test_stream_is_the_text_of_the_tokens(sentencepiece, ids, sizes):
+    """Whatever the tokenizer does with spaces, also behind special tokens (--ignore-eos)."""
+    decoder, pieces, start = text.StreamDecoder(sentencepiece), [], 0
+    while start < len(ids):
+        size = sizes[len(pieces) % len(sizes)]
+        start += size
+        pieces.append(decoder.push(ids[start - size : start], final=start >= len(ids)))
+    assert "".join(pieces) == text.decode(sentencepiece, ids)
+
+
+def test_spaces_of_a_tokenizer_that_drops_the_first(sentencepiece):
+    ids = [0, 1, 2, 0, 4, 1, 3, 0, 2, 1, 7, 0, 5]
+    assert text.decode(sentencepiece, ids) == "one twos one. two  ones two one ."
 
 
 # What is finished is reported, whatever comes after it.
