@@ -1,41 +1,53 @@
-"""Sampled texts do not know how they were made: mode, tree, batch, noise-aware drafts, samples."""
+"""Sampled texts do not know how they were made: mode, tree, batch, noise-aware drafts, samples.
+
+The environment variable SAMPLED_PAIRS names golden pairs for the grid of temperatures, filters,
+modes and budgets, separated by commas (default: one pair; "all").
+"""
 
 import dataclasses
 import functools
+import os
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pairs import BUDGETS, PAIRS, golden, jitted, models
 from pairs import engine as make_engine
-from pairs import golden, jitted, models
 
 from ddtree_jax import Options, rounds
 from ddtree_jax import tree as trees
 from ddtree_jax.sampling import Sampler
 
 NAME = "qwen3_gqa"  # block 8
+GRID = os.environ.get("SAMPLED_PAIRS", NAME)
 PROMPTS = golden(NAME)["prompts"]
-BEST = golden(NAME)["ar"][0]  # the greedy text
-TEMPERATURES = (0.3, 0.7, 1.0, 1.5)
-FILTERS = (
-    {},
-    {"top_k": 6},
-    {"top_p": 0.7},
-    {"min_p": 0.15},
-    {"logit_bias": {3: 4.0, BEST[1]: -30.0}},
-    {"repetition_penalty": 1.4},
-    {"presence_penalty": -4.0, "frequency_penalty": -1.5},
-    {"min_new_tokens": 12, "stop_ids": (*BEST[2:5], *BEST[13:18])},
-    {
-        "top_k": 40,
-        "top_p": 0.9,
-        "min_p": 0.02,
-        "repetition_penalty": 1.1,
-        "logit_bias": {BEST[6]: -2.5},
-    },
-    {"top_k": 1},
-)
-LENGTH = 16
+TEMPERATURES = (0.3, 0.7, 1.0, 1.5, 0.0)
+EVERYTHING = {  # asks of a program all that it can do
+    "top_k": 40,
+    "top_p": 0.9,
+    "min_p": 0.02,
+    "logit_bias": {5: -2.5},
+    "repetition_penalty": 1.1,
+    "min_new_tokens": 1,
+    "log_probs": True,
+}
+LENGTH = 12
+
+
+def filters(best):
+    """Each filter and penalty, and some together; `best` is the greedy text."""
+    return (
+        {},
+        {"top_k": 3},
+        {"top_p": 0.7},
+        {"min_p": 0.15},
+        {"logit_bias": {3: 4.0, best[1]: -30.0}},
+        {"repetition_penalty": 1.4},
+        {"presence_penalty": -4.0, "frequency_penalty": -1.5},
+        {"min_new_tokens": 8, "stop_ids": (*best[2:5], *best[9:14])},
+        EVERYTHING | {"logit_bias": {best[6]: -2.5}},
+        {"top_k": 1},
+    )
 
 
 def options(mode="ar", budget=None, **changes):
@@ -43,59 +55,57 @@ def options(mode="ar", budget=None, **changes):
     return Options(mode=mode, tree_budget=budget, **base | changes)
 
 
-def requests(mode, budget=None, temperatures=(*TEMPERATURES, 0.0), **changes):
-    """Every filter at every temperature, and at T = 0."""
-    return [
-        options(mode, budget, temperature=temperature, **asked | changes)
-        for temperature in temperatures
-        for asked in FILTERS
+def requests(name, mode, budget=None, **changes):
+    """Every filter at every temperature, the last of which is 0; prompts and requests."""
+    asked = [
+        options(mode, budget, temperature=temperature, **each | changes)
+        for temperature in TEMPERATURES
+        for each in filters(golden(name)["ar"][0])
     ]
+    return golden(name)["prompts"][:1] * len(asked), asked
 
 
 def ids(results):
     return [result.output_ids for result in results]
 
 
-@pytest.fixture(scope="module")
-def engine(golden_engine):
-    return golden_engine(NAME)
+@pytest.fixture(scope="module", params=PAIRS if GRID == "all" else GRID.split(","))
+def name(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def wanted(engine):
-    asked = requests("ar", log_probs=True)
-    return engine.generate(PROMPTS[:1] * len(asked), asked)
+def wanted(golden_engine, name):
+    """What plain decoding says, for every request of the grid: all rows of one program."""
+    return golden_engine(name).generate(*requests(name, "ar", log_probs=True))
 
 
-def test_the_requests_differ(wanted):
+def test_the_requests_differ(wanted, name):
     """Each filter changes something, so that the comparisons below compare something."""
-    by_filter = [ids(wanted)[place :: len(FILTERS)] for place in range(len(FILTERS))]
-    for place, asked in enumerate(FILTERS[1:], start=1):
-        hot_only = set(asked) <= {"top_k", "top_p", "min_p"}
-        assert by_filter[place][1:4] != by_filter[0][1:4], asked
-        assert by_filter[place][4] == by_filter[0][4] or not hot_only, asked  # greedy
+    best = golden(name)["ar"][0]
+    asked = filters(best)
+    by_filter = [ids(wanted)[place :: len(asked)] for place in range(len(asked))]
+    for place, each in enumerate(asked[1:], start=1):
+        hot_only = set(each) <= {"top_k", "top_p", "min_p"}
+        assert by_filter[place][:4] != by_filter[0][:4], each
+        assert by_filter[place][4] == by_filter[0][4] or not hot_only, each  # greedy
     assert len({tuple(texts[2]) for texts in by_filter}) > 4
-    assert by_filter[9] == by_filter[0][4:] * 5  # the best token alone
+    assert by_filter[9] == [best[:LENGTH]] * 5  # the best token alone
     for text in by_filter[7]:
-        assert not set(text[:12]) & set(BEST[2:5])
+        assert not set(text[:8]) & set(best[2:5])
     assert any(len(text) < LENGTH for text in by_filter[7])
 
 
 @pytest.mark.parametrize(
-    ("mode", "budget", "noise", "temperatures"),
-    [
-        ("dflash", None, True, TEMPERATURES),
-        ("ddtree", 7, False, (1.0, 0.0)),
-        ("ddtree", 31, True, TEMPERATURES),
-        ("ddtree", 127, True, (0.7,)),
-    ],
+    ("mode", "budget", "noise"),
+    [("dflash", None, True), *(("ddtree", budget, budget != 7) for budget in BUDGETS)],
 )
-def test_every_mode_gives_the_same_tokens(engine, wanted, mode, budget, noise, temperatures):
-    asked = requests(mode, budget, temperatures, draft_noise=noise, log_probs=True)
-    results = engine.generate(PROMPTS[:1] * len(asked), asked)
-    places = [(*TEMPERATURES, 0.0).index(temperature) for temperature in temperatures]
-    wanted = [wanted[i * len(FILTERS) + k] for i in places for k in range(len(FILTERS))]
+def test_every_mode_gives_the_same_tokens(golden_engine, wanted, name, mode, budget, noise):
+    """For every request of the grid; the smallest tree is grown without the noise."""
+    given = requests(name, mode, budget, draft_noise=noise, log_probs=True)
+    results = golden_engine(name).generate(*given)
     assert ids(results) == ids(wanted)
+    assert all((result.mode, result.tree_budget) == (mode, budget) for result in results)
     lengths = [length for result in results for length in result.accept_lengths]
     assert max(lengths) >= 4  # it speculated
     for one, other in zip(results, wanted, strict=True):
@@ -104,21 +114,37 @@ def test_every_mode_gives_the_same_tokens(engine, wanted, mode, budget, noise, t
         assert max(one.log_probs) <= 0
 
 
-def test_each_request_alone(wanted):
-    """In a program that holds only what the request needs, one row at a time."""
-    engine = make_engine(NAME, prefill_chunk=24)
-    for place in (3, 6):
-        index = 2 * len(FILTERS) + place  # T = 1
-        assert ids(engine.generate(PROMPTS[:1], requests("ar")[index])) == [
-            wanted[index].output_ids
-        ]
+def test_each_request_alone(golden_engine, wanted, name):
+    """The other rows idle; and in a program that holds only what the request needs."""
+    prompts, asked = requests(name, "ddtree", 31, log_probs=True)
+    for place in (8, 28):
+        (result,) = golden_engine(name).generate(prompts[:1], asked[place])
+        assert result.output_ids == wanted[place].output_ids
+    engine, (_, asked) = make_engine(name, prefill_chunk=24), requests(name, "ar")
+    assert ids(engine.generate(prompts[:1], asked[26])) == [wanted[26].output_ids]
+
+
+def test_seeds_differ(golden_engine, name):
+    """Up to the largest, each seed has a text of its own, the same in every mode."""
+    seeds = [*range(13), 2**31, 2**32 - 2, 2**32 - 1]
+    changes = EVERYTHING | dict(temperature=3.0, top_k=100, top_p=0.99)
+    texts = {}
+    for mode, budget in (("ar", None), ("ddtree", 31)):
+        asked = [options(mode, budget, seed=seed, **changes) for seed in seeds]
+        given = golden(name)["prompts"][:1] * len(seeds), asked
+        texts[mode] = ids(golden_engine(name).generate(*given))
+    assert texts["ar"] == texts["ddtree"]
+    assert len({tuple(text) for text in texts["ar"]}) == len(seeds)
+
+
+@pytest.fixture
+def engine(golden_engine):
+    return golden_engine(NAME)
 
 
 def test_samples_of_one_prompt(engine):
     """Sample s is the same among any number of samples and in any mode."""
-    # All that the program above can do, so that it serves here, too.
-    everything = FILTERS[8] | dict(top_p=0.99, min_new_tokens=1, log_probs=True)
-    base = options(temperature=1.5, **everything)
+    base = options(temperature=1.5, **EVERYTHING | dict(top_p=0.99))
     prompts = PROMPTS[:4]
     single, three = (engine.generate(prompts, dataclasses.replace(base, n=n)) for n in (1, 3))
     grown = engine.generate(prompts, dataclasses.replace(base, n=3, mode="ddtree", tree_budget=31))
