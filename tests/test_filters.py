@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from pairs import ORACLE
 from safetensors.numpy import load_file
 
-from ddtree_jax import filters, penalties, rounds
+from ddtree_jax import engine, filters, penalties, rounds
 from ddtree_jax import tree as trees
-from ddtree_jax.sampling import Request, Sampler, scores
+from ddtree_jax.sampling import Request, Sampler, draft_scores, scores
 from kernels_pallas import draft_tree
 
 GOLDEN = load_file(ORACLE / "processors.safetensors")
@@ -76,6 +76,46 @@ def test_as_transformers(case):
     assert (wanted != LOGITS).any() == (case not in ("top_k:1000", "min_new_tokens:5"))
     np.testing.assert_array_equal(np.isfinite(got), np.isfinite(wanted))
     np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.data())
+def test_no_request_overflows(data):
+    """At the bounds of what is accepted, all together: neither NaN nor inf, so a choice is one."""
+
+    def one_of(*values):
+        return np.array([data.draw(st.sampled_from(values)) for _ in range(ROWS)], np.float32)
+
+    summand, factor = engine.LARGEST_SUMMAND, engine.LARGEST_FACTOR
+    heat = engine.LARGEST_TEMPERATURE
+    asked = request(
+        ROWS,
+        temperature=one_of(0, 1 / heat, 1e-3, 1, heat),
+        top_k=one_of(0, 1, 2**31 - 128).astype(np.int64),
+        top_p=one_of(1e-45, 1e-8, 0.9, 1),
+        min_p=one_of(0, 1e-45, 0.1, 1),
+        bias_ids=list(BIAS),
+        bias=np.stack([one_of(-summand, 0, summand) for _ in BIAS], axis=1),
+        repetition=one_of(1 / factor, 0.5, 1, factor),
+        presence=one_of(-summand, 0, summand),
+        frequency=one_of(-summand, 0, summand),
+    )
+    nowhere = jnp.full((ROWS, 1, 2), -1)
+    got = processed(
+        LOGITS[:, None], asked, counted(jnp.asarray(TEXT), PROMPT, V), jnp.zeros(ROWS), nowhere
+    )
+    best = np.asarray(got).max(axis=-1)
+    assert np.isfinite(best).all()
+    assert not np.isnan(got).any()
+    drafts = np.asarray(drafted(LOGITS[:, None] * factor * summand, asked))
+    assert np.isfinite(drafts.max(axis=-1)).all()
+    assert not np.isnan(drafts).any()
+
+
+@jax.jit
+def drafted(logits_blv, wanted):
+    length = jnp.arange(logits_blv.shape[0])
+    return draft_scores(logits_blv, length, request=wanted, sampler=EVERYTHING)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4])
