@@ -116,10 +116,12 @@ def gumbel(seed: jax.Array, sample: jax.Array, position: jax.Array, size: int) -
     """Standard Gumbel noise float32 [size] of one position; scalars are uint32 or int32.
 
     JAX's partitionable threefry makes entry i a function of (key, i) alone, so a longer vocabulary
-    does not change the noise of a token.
+    does not change the noise of a token; no setting of the process may choose another generator.
     """
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), sample), position)
-    bits = jax.random.bits(key, (size,), jnp.uint32)
+    with jax.threefry_partitionable(True):
+        key = jax.random.key(seed, impl="threefry2x32")
+        key = jax.random.fold_in(jax.random.fold_in(key, sample), position)
+        bits = jax.random.bits(key, (size,), jnp.uint32)
     # 23 random bits at the centres of their cells: never 0 or 1, so both logarithms are finite.
     uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
     return -jnp.log(-jnp.log(uniform))

@@ -43,6 +43,15 @@ def test_noise_of_a_token_does_not_know_the_vocabulary():
         np.testing.assert_array_equal(noise(3, 0, 17, size), whole[:size])
 
 
+def test_noise_does_not_know_the_settings_of_the_process():
+    whole = noise(3, 1, 17)
+    many = jax.vmap(lambda at: sampling.gumbel(jnp.uint32(3), jnp.uint32(1), at, V))
+    for setting in (jax.default_prng_impl("rbg"), jax.threefry_partitionable(False)):
+        with setting:
+            np.testing.assert_array_equal(noise(3, 1, 17), whole)
+            np.testing.assert_array_equal(jax.jit(many)(jnp.arange(16, 19))[1], whole)
+
+
 def test_noise_differs_by_seed_sample_and_position():
     places = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1), (2**32 - 1, 0, 0)]
     values = [noise(*place) for place in places]
