@@ -82,6 +82,8 @@ def wanted(golden_engine, name):
 
 def test_the_requests_differ(wanted, name):
     """Each filter changes something, so that the comparisons below compare something."""
+    if name != NAME:
+        pytest.skip("the filters are chosen for another pair")
     best = golden(name)["ar"][0]
     asked = filters(best)
     by_filter = [ids(wanted)[place :: len(asked)] for place in range(len(asked))]
