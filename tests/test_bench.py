@@ -71,7 +71,7 @@ def test_round_measures_every_program(tmp_path, capsys, monkeypatch):
     assert [(row["nodes"], row["tokens"]) for row in attention] == [(16, 20), (64, 20)]
     for row in result["parts"]:
         assert row["ratio"] == pytest.approx(row["ms"] / row["floor_ms"])
-    assert "tiny, random weights" in capsys.readouterr().out
+    assert "tiny, 2 layers, random weights" in capsys.readouterr().out
 
 
 def test_number_lists():

@@ -340,7 +340,7 @@ def test_float32_never_reaches_a_kernel():
 def small_pair():
     """A target and a drafter whose shapes every kernel takes."""
     target, drafter = SHAPES["tiny"]
-    shared = dict(hidden_size=128, num_heads=2, num_kv_heads=1, head_dim=64, intermediate_size=128)
+    shared = dict(hidden_size=128, num_heads=2, num_kv_heads=1, head_dim=128, intermediate_size=128)
     return dataclasses.replace(target, **shared), dataclasses.replace(drafter, **shared)
 
 
