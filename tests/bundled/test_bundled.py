@@ -150,5 +150,7 @@ def test_the_readme_commands_for_checkpoints(tmp_path, monkeypatch, capsys):
     assert convert(["inspect", "my-target", "--max-length", "4096"]) == 0
     assert "LlamaForCausalLM" in capsys.readouterr().out
     assert convert(["check", "my-target", str(BUNDLED_DRAFTER)]) == 0
-    assert main(["--target", "my-target", "--draft", str(BUNDLED_DRAFTER), PROMPTS[0]]) == 0
+    # In float32: the two best first tokens are within bfloat16's rounding, and one is French.
+    flags = ["--target", "my-target", "--draft", str(BUNDLED_DRAFTER), "--dtype", "float32"]
+    assert main([*flags, PROMPTS[0]]) == 0
     assert "Paris" in capsys.readouterr().out
