@@ -35,6 +35,15 @@ class Kernels:
             return matmul.split_matmul(x_mk, w_kn, interpret=self.interpret)
         return matmul.reference(x_mk, w_kn)[None]
 
+    def gated_matmul(self, x_mk: jax.Array, w_k2n: jax.Array) -> jax.Array:
+        """silu(x @ w[:, 0]) * (x @ w[:, 1]) in x's dtype [m, n]."""
+        k, _, n = w_k2n.shape
+        rows = x_mk.shape[0]
+        reason = matmul.unsupported_reason(rows, k, n, x_mk.dtype)
+        if self.mosaic and reason is None and matmul.preferred(rows, k, n, gated=True):
+            return matmul.gated_matmul(x_mk, w_k2n, interpret=self.interpret)
+        return matmul.gated_reference(x_mk, w_k2n)
+
     def add_norm(
         self,
         x_md: jax.Array,

@@ -41,6 +41,13 @@ def reference(
     return y[: x_mk.shape[0]]
 
 
+def gated_reference(x_mk: jax.Array, w_k2n: jax.Array) -> jax.Array:
+    """silu(x @ w[:, 0]) * (x @ w[:, 1]) in x's dtype [m, n], by one product."""
+    k, _, n = w_k2n.shape
+    y_m2n = reference(x_mk, w_k2n.reshape(k, -1)).reshape(-1, 2, n)
+    return jax.nn.silu(y_m2n[:, 0]) * y_m2n[:, 1]
+
+
 def unsupported_reason(rows: int, k: int, n: int, dtype) -> str | None:
     """Why the kernel cannot multiply [rows, k] by [k, n], or None."""
     if dtype != jnp.bfloat16:
@@ -52,13 +59,15 @@ def unsupported_reason(rows: int, k: int, n: int, dtype) -> str | None:
     return None
 
 
-def preferred(rows: int, k: int, n: int) -> bool:
+def preferred(rows: int, k: int, n: int, *, gated: bool = False) -> bool:
     """Whether the kernel, with the addition in its reader, is faster than XLA's product.
 
-    Measured inside rounds of Qwen3-8B's shapes on an H200: XLA wins with few rows, and from 65 rows
-    where the result is wider than the contracted axis.
+    Measured inside rounds on an H200: XLA wins with few rows, and where a gated product has more
+    blocks than the GPU runs at once.
     """
-    return 16 < rows <= 64 or (64 < rows <= MAX_ROWS and n <= k)
+    if not 16 < rows <= MAX_ROWS:
+        return False
+    return not gated or n // schedule(rows, k, n, gated=True).tile <= MULTIPROCESSORS
 
 
 class Schedule(NamedTuple):
@@ -74,44 +83,46 @@ class Schedule(NamedTuple):
     resident: int = 1
 
 
-def schedules(k: int, n: int) -> list[Schedule]:
-    """All ways to divide a weight [k, n] that fill the multiprocessors at least by two thirds."""
+TILES = (256, 192, 128, 64)
+GATED_TILES = (128, 96, 64, 32)  # of each of the two weights
 
-    def fits(plan: Schedule) -> bool:
-        most = plan.resident * MULTIPROCESSORS
-        return 2 / 3 * most < n // plan.tile * plan.parts <= most and k // plan.parts >= 4 * DEPTH
 
-    plans = (
+def schedules(k: int, n: int, *, gated: bool = False) -> list[Schedule]:
+    """All ways to divide a weight [k, n], or each of two that are gated."""
+    return [
         Schedule(tile, parts, resident)
-        for tile in (256, 128, 64)
-        for parts in range(1, 9)
-        for resident in (1, 2, 3)
+        for tile in (GATED_TILES if gated else TILES)
         if n % tile == 0
-    )
-    return [plan for plan in plans if fits(plan)]
+        for parts in range(1, 2 if gated else max(1, min(8, k // DEPTH // 4)) + 1)
+        for resident in (1, 2, 3)
+    ]
 
 
 @functools.cache
-def schedule(k: int, n: int) -> Schedule:
-    """How to divide a weight [k, n].
+def schedule(rows: int, k: int, n: int, *, gated: bool = False) -> Schedule:
+    """How to divide a weight for `rows` rows; the numbers are fitted to `bench.py products`.
 
-    Blocks should fill the multiprocessors once. Wide tiles read the rows less often; every part
-    costs a write and a read of its partial sums. The weights of the three are fitted to an H200.
+    Blocks should fill the multiprocessors once. Wide tiles read the rows less often. Every part
+    costs a write and a read of its partial sums.
     """
+    padded = -(-rows // ROWS) * ROWS
 
     def cost(plan: Schedule) -> float:
         blocks = n // plan.tile * plan.parts
-        waves = -(-blocks // MULTIPROCESSORS)
-        return waves * MULTIPROCESSORS / blocks + 0.04 * plan.parts + 32 / plan.tile
+        return (
+            0.25 * -(-blocks // MULTIPROCESSORS) * MULTIPROCESSORS / blocks
+            + 0.15 * padded / (plan.tile * (1 + gated))
+            + plan.parts * (0.04 + 3.6 * padded / k)
+            # A tile that is no multiple of a swizzle's 64 columns takes a narrower swizzle.
+            + (0.0005 * padded if plan.tile % 64 else 0.0)
+        )
 
-    most = max(1, min(8, k // DEPTH // 4))
-    choices = [
-        Schedule(tile, parts)
-        for tile in (256, 128, 64)
-        if n % tile == 0
-        for parts in range(1, most + 1)
-    ]
-    return min(choices, key=cost)
+    plans = schedules(k, n, gated=gated)
+    return min((plan for plan in plans if plan.resident == 1), key=cost)
+
+
+def kernel_name(k: int, n: int, plan: Schedule, *, gated: bool = False) -> str:
+    return ("gated" if gated else "stream") + "_{}x{}_{}_{}_{}".format(k, n, *plan)
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "interpret"))
@@ -120,29 +131,49 @@ def split_matmul(
 ) -> jax.Array:
     """Partial sums float32 [parts, m, n] whose sum is x @ w.
 
-    One warpgroup only issues copies: a ring of stages, each a slice of x and of w. Each other
-    warpgroup multiplies 64 rows.
-
     Args:
       x_mk, w_kn: bfloat16; see `unsupported_reason`.
       plan: default: what fills the GPU.
       interpret: `plgpu.InterpretGPUParams` to run on a CPU.
     """
-    count, (k, n) = x_mk.shape[0], w_kn.shape
-    tile, parts, resident = plan = plan or schedule(k, n)
+    plan = plan or schedule(x_mk.shape[0], *w_kn.shape)
+    return _stream(x_mk, w_kn[:, None], plan, gated=False, interpret=interpret)
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "interpret"))
+def gated_matmul(
+    x_mk: jax.Array, w_k2n: jax.Array, *, plan: Schedule | None = None, interpret=None
+) -> jax.Array:
+    """silu(x @ w[:, 0]) * (x @ w[:, 1]), bfloat16 [m, n]; arguments as for `split_matmul`."""
+    k, _, n = w_k2n.shape
+    plan = plan or schedule(x_mk.shape[0], k, n, gated=True)
+    return _stream(x_mk, w_k2n, plan, gated=True, interpret=interpret)[0]
+
+
+def _stream(
+    x_mk: jax.Array, w_kcn: jax.Array, plan: Schedule, *, gated: bool, interpret
+) -> jax.Array:
+    """[parts, m, n] of x @ w: partial sums, or the gated product of two weights side by side.
+
+    One warpgroup only issues copies: a ring of stages, each a slice of x and of w. Each other
+    warpgroup multiplies 64 rows.
+    """
+    count, (k, weights, n) = x_mk.shape[0], w_kcn.shape
+    tile, parts, resident = plan
     x_mk = mosaic.pad_rows(x_mk)
     m = x_mk.shape[0]
     workers = -(-m // ROWS)
     rows = workers * ROWS
     share = -(-(k // DEPTH) // parts)
-    columns = 64  # of the result that are stored at a time
+    dtype = jnp.bfloat16 if gated else jnp.float32
+    # Columns of the result that are stored at a time.
+    columns = tile if gated else 64
     buffers = min(2, tile // columns)
-    stored_bytes = workers * buffers * ROWS * columns * 4
-    stage_bytes = 2 * DEPTH * (rows + tile)
+    stored_bytes = workers * buffers * ROWS * columns * jnp.dtype(dtype).itemsize
+    stage_bytes = 2 * DEPTH * (rows + weights * tile)
     stages = min(8, share, (mosaic.SHARED_BYTES // resident - stored_bytes) // stage_bytes)
-    if stages < 2:
+    if stages < min(2, share):
         raise ValueError(f"{plan} leaves room for {stages} stages of {rows} rows; 2 are needed")
-    bf16, f32 = mosaic.tiles(64, jnp.bfloat16), mosaic.tiles(columns, jnp.float32)
 
     def stream_kernel(x_ref, w_ref, o_ref, x_smem, w_smem, o_smem, full, free):
         column = pl.ds(lax.axis_index("tile") * tile, tile)
@@ -159,7 +190,9 @@ def split_matmul(
                     plgpu.barrier_wait(free.at[slot])
 
                 depth = pl.ds((first + step) * DEPTH, DEPTH)
-                plgpu.copy_gmem_to_smem(w_ref.at[depth, column], w_smem.at[slot], full.at[slot])
+                for which in range(weights):
+                    source = w_ref.at[depth, which, column]
+                    plgpu.copy_gmem_to_smem(source, w_smem.at[slot, which], full.at[slot])
                 source = x_ref.at[pl.ds(0, rows), depth]
                 plgpu.copy_gmem_to_smem(source, x_smem.at[slot], full.at[slot])
 
@@ -170,17 +203,23 @@ def split_matmul(
             # Warpgroups end together, with no phase of a barrier left unseen.
             lax.fori_loop(jnp.maximum(steps - stages, 0), steps, drain, None)
 
-        def multiply(accumulator):
+        def multiply(*sums):
             def step(i, _):
                 slot = lax.rem(i, stages)
                 plgpu.barrier_wait(full.at[slot])
                 mine = x_smem.at[slot, pl.ds(worker * ROWS, ROWS)]
-                plgpu.wgmma(accumulator, mine, w_smem.at[slot])
+                for which, sum_ref in enumerate(sums):
+                    plgpu.wgmma(sum_ref, mine, w_smem.at[slot, which])
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(free.at[slot])
 
             lax.fori_loop(0, steps, step, None)
-            y = accumulator[...]
+            y = sums[0][...]
+            if gated:
+                # Rounded where the reference rounds.
+                gate, up = (z.astype(jnp.bfloat16).astype(jnp.float32) for z in (y, sums[1][...]))
+                activated = (gate / (1.0 + jnp.exp(-gate))).astype(jnp.bfloat16)
+                y = (activated.astype(jnp.float32) * up).astype(jnp.bfloat16)
             for index, start in enumerate(range(0, tile, columns)):
                 staged = o_smem.at[worker, index % buffers]
                 plgpu.wait_smem_to_gmem(buffers - 1, wait_read_only=True)
@@ -193,31 +232,33 @@ def split_matmul(
 
         @pl.when(worker < workers)
         def _():
-            pl.run_scoped(multiply, plgpu.ACC((ROWS, tile), jnp.float32))
+            pl.run_scoped(multiply, *[plgpu.ACC((ROWS, tile), jnp.float32)] * weights)
 
         @pl.when(worker == workers)
         def _():
             load()
 
     # Seen in profiles.
-    stream_kernel.__name__ = stream_kernel.__qualname__ = (
-        f"stream_{k}x{n}_{tile}_{parts}_{resident}"
-    )
+    stream_kernel.__name__ = stream_kernel.__qualname__ = kernel_name(k, n, plan, gated=gated)
+    bf16 = jnp.bfloat16
     y = plgpu.kernel(
         stream_kernel,
-        out_type=jax.ShapeDtypeStruct((parts, m, n), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((parts, m, n), dtype),
         grid=(n // tile, parts),
         grid_names=("tile", "part"),
         num_threads=workers + 1,
         thread_name="wg",
         scratch_types=(
-            plgpu.SMEM((stages, rows, DEPTH), jnp.bfloat16, transforms=bf16),
-            plgpu.SMEM((stages, DEPTH, tile), jnp.bfloat16, transforms=bf16),
-            plgpu.SMEM((workers, buffers, ROWS, columns), jnp.float32, transforms=f32),
-            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            # wgmma wants one swizzle for both, so that of the narrower.
+            plgpu.SMEM((stages, rows, DEPTH), bf16, transforms=mosaic.tiles(tile, bf16)),
+            plgpu.SMEM((stages, weights, DEPTH, tile), bf16, transforms=mosaic.tiles(tile, bf16)),
+            plgpu.SMEM(
+                (workers, buffers, ROWS, columns), dtype, transforms=mosaic.tiles(columns, dtype)
+            ),
+            plgpu.Barrier(num_arrivals=weights + 1, num_barriers=stages),
             plgpu.Barrier(num_arrivals=workers, num_barriers=stages),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-    )(x_mk, w_kn)
+    )(x_mk, w_kcn)
     return y[:, :count]

@@ -299,7 +299,8 @@ def test_products_of_the_kernel_are_told_apart(monkeypatch):
     monkeypatch.setattr(profile, "traced", lambda work: profile.Profile(1.0, 1.0, kernels))
     monkeypatch.setattr(matmul, "split_matmul", lambda x, w, plan: x @ w)
     x, weights = jnp.ones((16, 512), jnp.bfloat16), [jnp.ones((512, 256), jnp.bfloat16)] * 2
-    times = bench_products.kernel_times(x, weights, plans)
+    product = bench_products.Product("o", 512, 256)
+    times = bench_products.kernel_times(product, x, weights, plans)
     assert times == {plans[0]: 1.0, plans[1]: 2.0}
 
 

@@ -70,7 +70,6 @@ def test_round(shape, name, sampler, monkeypatch):
 @pytest.mark.parametrize("nodes", [64, 16, 1])
 def test_gated_delta_fills_tensor_cores(nodes, monkeypatch):
     """Every product of a tree in three of TF32; of plain decoding, and on a CPU, none."""
-    monkeypatch.setattr(gated_delta, "TILE", 16)
     k, r, size = 2, 3, 128
     shapes = ((k, size), (k, size), (k, r, size), (k, r), (k, r), (nodes,))
     rows = [jax.ShapeDtypeStruct((1, nodes, *shape), jnp.float32) for shape in shapes]

@@ -174,27 +174,66 @@ def test_split_matmul_equals_the_reference(m, k, n, plan):
     close(got.sum(axis=0), np.asarray(x, np.float32) @ np.asarray(w, np.float32), 1e-3)
 
 
+@pytest.mark.parametrize(("m", "tile"), [(5, 128), (70, 64), (128, 96)])
+def test_gated_matmul_equals_the_reference(m, tile):
+    x, w = normal(0, m, 192), normal(1, 192, 2, 384) * 0.1
+    got = interpreted(matmul.gated_matmul, x, w, plan=matmul.Schedule(tile, 1))
+    gate, up = (np.asarray(x, np.float32) @ np.asarray(w[:, i], np.float32) for i in range(2))
+    assert got.dtype == jnp.bfloat16
+    want = gate / (1 + np.exp(-gate)) * up
+    # Gate, its activation and the product are rounded to bfloat16 each.
+    np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=0.02, atol=0.01)
+
+
+def test_a_gate_far_off_zero_shuts_or_passes():
+    """exp overflows in float32 from 88 on."""
+    x = jnp.ones((1, 64), jnp.bfloat16)
+    gate = jnp.repeat(jnp.asarray([-1e4, -100.0, 0.0, 100.0, 1e4]) / 64, 13)[:64]
+    w = jnp.stack([gate, jnp.full((64,), 1 / 64)])
+    w = jnp.broadcast_to(w, (64, 2, 64)).astype(jnp.bfloat16)
+    got = np.asarray(interpreted(matmul.gated_matmul, x, w), np.float32)[0]
+    want = np.asarray(matmul.gated_reference(x, w), np.float32)[0]
+    close(got, want, 1e-2)
+    assert got[0] == 0
+    assert got[-1] > 9000
+
+
 @pytest.mark.parametrize("m", [1, 16, 33, 64, 128])
 def test_products_lower_for_hopper(m):
     assert lowered(matmul.split_matmul, normal(0, m, 512), normal(0, 512, 6144)) == 1
+    assert lowered(matmul.gated_matmul, normal(0, m, 512), normal(0, 512, 2, 3072)) == 1
 
 
+@pytest.mark.parametrize("rows", [16, 64, 128])
 @pytest.mark.parametrize(
-    ("k", "n"), [(4096, 6144), (4096, 4096), (12288, 4096), (576, 960), (64, 64), (5120, 34816)]
+    ("k", "n", "gated"),
+    [
+        (4096, 6144, False),
+        (4096, 4096, False),
+        (12288, 4096, False),
+        (5120, 34816, False),
+        (4096, 12288, True),
+        (5120, 17408, True),
+    ],
 )
-def test_a_schedule_covers_the_weight_and_fills_the_gpu(k, n):
-    tile, parts, _ = matmul.schedule(k, n)
-    assert n % tile == 0
-    assert k // matmul.DEPTH >= parts
-    assert n // tile * parts >= 96 or k * n < 4096 * 4096
+def test_a_schedule_covers_the_weight_and_fills_the_gpu(rows, k, n, gated):
+    plan = matmul.schedule(rows, k, n, gated=gated)
+    assert plan in matmul.schedules(k, n, gated=gated)
+    assert n % plan.tile == 0
+    assert k // matmul.DEPTH >= plan.parts
+    assert n // plan.tile * plan.parts >= 96
 
 
-@pytest.mark.parametrize(("k", "n"), [(4096, 6144), (4096, 4096), (12288, 4096), (17408, 5120)])
-def test_every_way_to_divide_fills_the_gpu_once(k, n):
-    plans = matmul.schedules(k, n)
-    assert {plan.resident for plan in plans} == {1, 2, 3}
-    for tile, parts, resident in plans:
-        assert 88 * resident < n // tile * parts <= 132 * resident
+@pytest.mark.parametrize(("k", "n", "gated"), [(576, 960, False), (64, 64, False), (64, 96, True)])
+def test_small_weights_have_schedules(k, n, gated):
+    plan = matmul.schedule(1, k, n, gated=gated)
+    assert n % plan.tile == 0
+    assert plan.parts >= 1
+
+
+def test_a_gated_product_of_more_than_one_wave_is_left_to_xla():
+    assert matmul.preferred(64, 4096, 12288, gated=True)
+    assert not matmul.preferred(64, 5120, 17408, gated=True)
 
 
 def test_a_plan_without_room_for_two_stages_is_refused():

@@ -21,6 +21,7 @@ from ddtree_jax.engine import bucket
 from ddtree_jax.errors import InputError
 from ddtree_jax.models.layers import rope_tables
 from ddtree_jax.shapes import SHAPES
+from kernels_pallas import matmul
 from kernels_pallas.dispatch import REFERENCE, Kernels, unavailable_reason
 
 PARTS = 4  # partial sums that norms and heads add up
@@ -54,6 +55,13 @@ def _normal(key: int, *shape: int, scale: float = 1.0, dtype=jnp.bfloat16) -> ja
     return jnp.asarray(scale * np.random.default_rng(key).standard_normal(shape, np.float32), dtype)
 
 
+@functools.cache
+def _weight(key: int, *shape: int) -> tuple[jax.Array, np.ndarray]:
+    """A weight, and it in float64; the cases of all numbers of nodes share it."""
+    w = (0.02 * jax.random.normal(jax.random.key(key), shape)).astype(jnp.bfloat16)
+    return w, _wide(w)
+
+
 def _wide(x: jax.Array) -> np.ndarray:
     return np.asarray(x.astype(jnp.float32), np.float64)
 
@@ -65,12 +73,28 @@ def _norm(x: np.ndarray, weight: jax.Array, eps: float, centred: bool) -> np.nda
 
 def product(config: DecoderConfig, nodes: int) -> Case:
     k = config.num_kv_heads * config.group_size * config.head_dim
-    x, w = _normal(0, nodes, k), _normal(1, k, config.hidden_size, scale=0.02)
+    x, (w, wide) = _normal(0, nodes, k), _weight(1, k, config.hidden_size)
 
     def run(kernels: Kernels, x, w) -> jax.Array:
-        return kernels.matmul(x, w).sum(axis=0)
+        # The kernel also where XLA's product is preferred.
+        if kernels.mosaic and nodes <= matmul.MAX_ROWS:
+            return matmul.split_matmul(x, w).sum(axis=0)
+        return matmul.reference(x, w)
 
-    return Case("product", run, (x, w), _wide(x) @ _wide(w))
+    return Case("product", run, (x, w), _wide(x) @ wide)
+
+
+def gated_product(config: DecoderConfig, nodes: int) -> Case:
+    d, f = config.hidden_size, config.intermediate_size
+    x, (w, wide) = _normal(0, nodes, d), _weight(2, d, 2, f)
+
+    def run(kernels: Kernels, x, w) -> jax.Array:
+        if kernels.mosaic and nodes <= matmul.MAX_ROWS:
+            return matmul.gated_matmul(x, w)
+        return matmul.gated_reference(x, w)
+
+    gate, up = (_wide(x) @ wide[:, which] for which in range(2))
+    return Case("gated product", run, (x, w), gate / (1 + np.exp(-gate)) * up)
 
 
 def add_norm(config: DecoderConfig, nodes: int) -> Case:
@@ -132,14 +156,15 @@ def attention(config: DecoderConfig, nodes: int, context: int, window: int | Non
     wide = _wide(qkv)[0]
     keys = np.concatenate([_wide(k_cache)[0, :, :context].swapaxes(0, 1), wide[:, :, g]])
     values = np.concatenate([_wide(v_cache)[0, :, :context].swapaxes(0, 1), wide[:, :, g + 1]])
-    scores = np.einsum("nkgh,mkh->nkgm", wide[:, :, :g], keys) / np.sqrt(h)
+    scores = np.einsum("nkgh,mkh->nkgm", wide[:, :, :g], keys, optimize=True) / np.sqrt(h)
     visible = np.concatenate([np.arange(context) >= bound[:, None], seen], axis=1)
     scores = np.where(visible[:, None, None], scores, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
     name = "attention" if window is None else f"attention, window {window}"
     inputs = (qkv, k_cache, v_cache, jnp.asarray(seen[None]), lower, length)
-    return Case(name, run, inputs, np.einsum("nkgm,mkh->nkgh", weights, values)[None])
+    exact = np.einsum("nkgm,mkh->nkgh", weights, values, optimize=True)
+    return Case(name, run, inputs, exact[None])
 
 
 def append(config: DecoderConfig, nodes: int) -> Case:
@@ -180,6 +205,7 @@ def growing(nodes: int) -> Case:
 def cases(config: DecoderConfig, nodes: int, context: int) -> list[Case]:
     found = [
         product(config, nodes),
+        gated_product(config, nodes),
         add_norm(config, nodes),
         heads(config, nodes),
         attention(config, nodes, context, None),

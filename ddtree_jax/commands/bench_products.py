@@ -5,7 +5,7 @@ What `kernels_pallas.matmul` prefers and how it divides a weight is fitted to th
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,33 +36,52 @@ def add_parser(commands) -> None:
     add("--debug", action="store_true")
 
 
-def products(config: DecoderConfig) -> dict[str, tuple[int, int]]:
-    """(k, n) of the products whose partial sums a kernel can add up."""
+class Product(NamedTuple):
+    """x @ w with a weight [k, n], or with two of them that are gated (SwiGLU)."""
+
+    name: str
+    k: int
+    n: int
+    gated: bool = False
+
+    @property
+    def bytes(self) -> int:
+        return 2 * self.k * self.n * (1 + self.gated)
+
+    def weights(self) -> list[jax.Array]:
+        shape = (self.k, 2, self.n) if self.gated else (self.k, self.n)
+        return [
+            (0.02 * jax.random.normal(jax.random.key(i), shape)).astype(jnp.bfloat16)
+            for i in range(max(3, WEIGHT_BYTES // self.bytes))
+        ]
+
+    def xla(self, x: jax.Array, w: jax.Array) -> jax.Array:
+        return matmul.gated_reference(x, w) if self.gated else matmul.reference(x, w)
+
+    def kernel(self, x: jax.Array, w: jax.Array, plan: Schedule) -> jax.Array:
+        return (matmul.gated_matmul if self.gated else matmul.split_matmul)(x, w, plan=plan)
+
+
+def products(config: DecoderConfig) -> list[Product]:
+    """The products of a layer that have kernels."""
     d, heads = config.hidden_size, config.num_kv_heads * config.group_size * config.head_dim
     group = config.group_size + 2 + (config.group_size if config.attention_gate else 0)
-    return {
-        "qkv": (d, config.num_kv_heads * group * config.head_dim),
-        "o": (heads, d),
-        "down": (config.intermediate_size, d),
-    }
-
-
-def _weights(k: int, n: int) -> list[jax.Array]:
-    copies = max(3, WEIGHT_BYTES // (2 * k * n))
     return [
-        (0.02 * jax.random.normal(jax.random.key(i), (k, n))).astype(jnp.bfloat16)
-        for i in range(copies)
+        Product("qkv", d, config.num_kv_heads * group * config.head_dim),
+        Product("o", heads, d),
+        Product("gate, up", d, config.intermediate_size, gated=True),
+        Product("down", config.intermediate_size, d),
     ]
 
 
 def kernel_times(
-    x_mk: jax.Array, weights: list[jax.Array], plans: list[Schedule]
+    product: Product, x_mk: jax.Array, weights: list[jax.Array], plans: list[Schedule]
 ) -> dict[Schedule, float]:
     """Microseconds of the kernel in every way that has room for these rows."""
 
     def build(plan: Schedule):
         def all_of_them(x, *weights):
-            return [matmul.split_matmul(x, w, plan=plan) for w in weights]
+            return [product.kernel(x, w, plan) for w in weights]
 
         try:
             return jax.jit(all_of_them).lower(x_mk, *weights).compile()
@@ -77,16 +96,16 @@ def kernel_times(
     seen = profile.traced(lambda: [program(x_mk, *weights) for program in ready.values()])
     times = {}
     for plan in ready:
-        name = "stream_{}x{}_{}_{}_{}_".format(*weights[0].shape, *plan)
+        name = matmul.kernel_name(product.k, product.n, plan, gated=product.gated) + "_"
         kernels = [kernel for kernel in seen.kernels if name in kernel.name]
         if kernels:
             times[plan] = sum(each.total_us for each in kernels) / sum(x.count for x in kernels)
     return times
 
 
-def xla_time(x_mk: jax.Array, weights: list[jax.Array]) -> float:
+def xla_time(product: Product, x_mk: jax.Array, weights: list[jax.Array]) -> float:
     """Microseconds of XLA's product, whatever kernels it is made of."""
-    program = jax.jit(lambda x, *weights: [matmul.reference(x, w) for w in weights])
+    program = jax.jit(lambda x, *weights: [product.xla(x, w) for w in weights])
     return 1e3 * timing.milliseconds(lambda: program(x_mk, *weights)) / len(weights)
 
 
@@ -102,22 +121,31 @@ def run(args) -> int:
     rows: list[dict[str, Any]] = []
     with shell.console(stderr=True).status("Reading") as status:
         bandwidth = read_bandwidth()
-        for (name, (k, n)), count in itertools.product(products(config).items(), counts):
+        for product, count in itertools.product(products(config), counts):
+            name, k, n, gated = product
             status.update(f"Measuring {name}, {count} rows")
-            weights, x = _weights(k, n), jnp.ones((count, k), jnp.bfloat16)
-            chosen = matmul.schedule(k, n)
-            times = kernel_times(x, weights, sorted({*matmul.schedules(k, n), chosen}))
+            weights, x = product.weights(), jnp.ones((count, k), jnp.bfloat16)
+            chosen = matmul.schedule(count, k, n, gated=gated)
+            plans = [
+                plan
+                for plan in matmul.schedules(k, n, gated=gated)
+                if 2 / 3 * matmul.MULTIPROCESSORS * plan.resident
+                < n // plan.tile * plan.parts
+                <= matmul.MULTIPROCESSORS * plan.resident
+            ]
+            plans = sorted({*plans, chosen})
+            times = kernel_times(product, x, weights, plans)
             rows.append(
                 {
                     "product": name,
                     "k": k,
                     "n": n,
                     "rows": count,
-                    "floor_us": 2e6 * k * n / bandwidth,
-                    "xla_us": xla_time(x, weights),
+                    "floor_us": 1e6 * product.bytes / bandwidth,
+                    "xla_us": xla_time(product, x, weights),
                     "chosen": chosen._asdict(),
                     "chosen_us": times.get(chosen),
-                    "preferred": matmul.preferred(count, k, n),
+                    "preferred": matmul.preferred(count, k, n, gated=gated),
                     "kernel": [
                         {**plan._asdict(), "us": us}
                         for plan, us in sorted(times.items(), key=lambda item: item[1])

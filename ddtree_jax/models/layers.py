@@ -217,8 +217,7 @@ class MLP(nnx.Module):
 
     def __call__(self, x_md: jax.Array) -> jax.Array:
         """Partial sums [s, m, d]."""
-        gate_up = linear(x_md, self.gate_up_d2f[...])
-        hidden = jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1]
+        hidden = self.kernels.gated_matmul(x_md, self.gate_up_d2f[...])
         return settle(self.kernels.matmul(hidden, self.down_fd[...]), self.axis, None, x_md.dtype)
 
 
