@@ -5,6 +5,8 @@ the lowest one all of them stay. Scores are float32 [b, n, v], the log-probabili
 constant; what a row asks for is [b]. `axis` names the mesh axis of a sharded vocabulary.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -12,7 +14,8 @@ from jax import lax
 # The lowest score is found bit by bit; a pass over the vocabulary settles this many of the 32. More
 # bits make fewer passes of more comparisons each: memory bounds a GPU, arithmetic a CPU.
 _BITS = {"cpu": 1}
-_BITS_OF_OTHERS = 2
+_BITS_OF_OTHERS = 4
+_MINUS_INF = 0x007FFFFF  # its key, see _score
 
 
 def _total(x: jax.Array, axis: str | None) -> jax.Array:
@@ -25,38 +28,59 @@ def _maximum(scores: jax.Array, axis: str | None) -> jax.Array:
     return best if axis is None else lax.all_gather(best, axis).max(axis=0)
 
 
-def _keys(scores: jax.Array) -> jax.Array:
-    """uint32 that sort as the float32 do, the two zeros as one."""
-    bits = lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores), jnp.uint32)
-    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+def _score(keys: jax.Array) -> jax.Array:
+    """The float32 of uint32 keys that sort as they do; what is below -inf is -inf."""
+    keys = jnp.maximum(keys, jnp.uint32(_MINUS_INF))
+    bits = jnp.where(keys >> 31 == 1, keys & jnp.uint32(0x7FFFFFFF), ~keys)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _sums(parts_bnv: list[jax.Array]) -> jax.Array:
+    """Sums over the vocabulary [len(parts), b, n, 1], in one pass over what the parts share."""
+    zeros = [jnp.float32(0)] * len(parts_bnv)
+    sums = lax.reduce(
+        parts_bnv, zeros, lambda a, b: [x + y for x, y in zip(a, b, strict=True)], (2,)
+    )
+    return jnp.stack(sums)[..., None]
 
 
 def _keep(
-    scores_bnv: jax.Array, weights_bnv: jax.Array, target_bn1: jax.Array, axis: str | None
+    scores_bnv: jax.Array,
+    weigh: Callable[[jax.Array], jax.Array],
+    about_bn1: jax.Array,
+    target_bn1: jax.Array,
+    axis: str | None,
 ) -> jax.Array:
     """The scores that less than `target` of the weight lies strictly above; -inf for the others.
 
-    That is every score from some lowest one upwards. Its key is the smallest number above which
-    less than the target lies, and it is found digit by digit from the top, without any sort:
-    a digit is the number of its values d for which too much lies above prefix, d, 111...
+    That is every score from some lowest one upwards: the smallest number above which less than the
+    target lies. It is found digit by digit of its key from the top, without any sort: a digit is
+    the number of its values d for which too much lies above prefix, d, 111...
+
+    weigh: `about` -> the weights [b, n, v].
     """
+    on_cpu = jax.default_backend() == "cpu"
     bits = _BITS.get(jax.default_backend(), _BITS_OF_OTHERS)
-    keys = _keys(scores_bnv)
+    weights_bnv = weigh(about_bn1)
 
     def narrow(prefix_bn1, shift):
         below = (jnp.uint32(1) << shift) - 1
-        digit = jnp.zeros_like(prefix_bn1)
-        for value in range(2**bits - 1):
-            bound = prefix_bn1 | (jnp.uint32(value) << shift) | below
-            above = jnp.where(keys > bound, weights_bnv, 0.0).sum(axis=-1, keepdims=True)
-            digit += (_total(above, axis) >= target_bn1).astype(jnp.uint32)
+        bounds = [
+            _score(prefix_bn1 | (jnp.uint32(value) << shift) | below)
+            for value in range(2**bits - 1)
+        ]
+        # Weights that differ from pass to pass are part of it: reading them costs more than exp.
+        fresh, _ = lax.optimization_barrier((about_bn1, prefix_bn1))
+        weights = weights_bnv if on_cpu else weigh(fresh)
+        above = _sums([jnp.where(scores_bnv > bound, weights, 0.0) for bound in bounds])
+        digit = (_total(above, axis) >= target_bn1).sum(axis=0, dtype=jnp.uint32)
         return prefix_bn1 | (digit << shift), None
 
     shifts = jnp.arange(32 - bits, -1, -bits, dtype=jnp.uint32)
     prefix = jnp.zeros_like(target_bn1, jnp.uint32)
     # On a GPU a loop would be driven by the host.
-    lowest, _ = lax.scan(narrow, prefix, shifts, unroll=jax.default_backend() != "cpu")
-    return jnp.where(keys >= lowest, scores_bnv, -jnp.inf)
+    lowest, _ = lax.scan(narrow, prefix, shifts, unroll=not on_cpu)
+    return jnp.where(scores_bnv >= _score(lowest), scores_bnv, -jnp.inf)
 
 
 def _rows(values_b: jax.Array, scores_bnv: jax.Array) -> jax.Array:
@@ -68,17 +92,22 @@ def _rows(values_b: jax.Array, scores_bnv: jax.Array) -> jax.Array:
 def top_k(scores_bnv: jax.Array, k_b: jax.Array, axis: str | None = None) -> jax.Array:
     """Keeps the k largest; k 0 keeps all."""
     k = _rows(k_b, scores_bnv)
-    return _keep(scores_bnv, jnp.ones_like(scores_bnv), jnp.where(k > 0, k, jnp.inf), axis)
+    ones = jnp.ones_like(scores_bnv)
+    return _keep(scores_bnv, lambda _: ones, k, jnp.where(k > 0, k, jnp.inf), axis)
 
 
 def top_p(scores_bnv: jax.Array, p_b: jax.Array, axis: str | None = None) -> jax.Array:
     """Keeps the fewest largest whose probabilities reach p; p 1 keeps all."""
     p = _rows(p_b, scores_bnv)
-    weights = jnp.exp(scores_bnv - _maximum(scores_bnv, axis))
-    total = _total(weights.sum(axis=-1, keepdims=True), axis)
+    best = _maximum(scores_bnv, axis)
+
+    def weigh(best_bn1: jax.Array) -> jax.Array:
+        return jnp.exp(scores_bnv - best_bn1)
+
+    total = _total(weigh(best).sum(axis=-1, keepdims=True), axis)
     # At p = 1 rounding must not cut the tail. At p = 0 the most probable token still stays.
     target = jnp.where(p < 1, jnp.maximum(p * total, jnp.finfo(jnp.float32).tiny), jnp.inf)
-    return _keep(scores_bnv, weights, target, axis)
+    return _keep(scores_bnv, weigh, best, target, axis)
 
 
 def min_p(scores_bnv: jax.Array, p_b: jax.Array, axis: str | None = None) -> jax.Array:
