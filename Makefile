@@ -17,8 +17,9 @@ test: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n auto --dist loadfile
 
-# The real pair end to end; takes minutes, so it is not part of `make test`.
+# The real pair end to end, and whole grids of tests; takes minutes, so it is not in `make test`.
 main-job: $(INSTALLED) $(BUNDLED)
+	$(BIN)/python -m pytest -m exhaustive -n auto --dist loadfile
 	$(BIN)/python -m pytest -m bundled tests/bundled
 
 $(INSTALLED): pyproject.toml

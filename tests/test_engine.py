@@ -88,7 +88,7 @@ def test_stop_ids_default_to_the_models_own(single, monkeypatch):
     assert len(result.output_ids) == 40
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.exhaustive), 0.8])
 def test_a_batch_gives_what_each_prompt_gives_alone(single, batched, temperature):
     """More prompts than rows, of different lengths; and at one seed every mode gives one text."""
     assert len({len(prompt) for prompt in PROMPTS}) > 1

@@ -99,7 +99,16 @@ def test_the_requests_differ(wanted, name):
 
 @pytest.mark.parametrize(
     ("mode", "budget", "noise"),
-    [("dflash", None, True), *(("ddtree", budget, budget != 7) for budget in BUDGETS)],
+    [
+        ("dflash", None, True),
+        *(
+            pytest.param(
+                *("ddtree", budget, budget != 7),
+                marks=[pytest.mark.exhaustive] * (budget in (15, 31)),
+            )
+            for budget in BUDGETS
+        ),
+    ],
 )
 def test_every_mode_gives_the_same_tokens(golden_engine, wanted, name, mode, budget, noise):
     """For every request of the grid; the smallest tree is grown without the noise."""

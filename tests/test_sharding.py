@@ -33,7 +33,7 @@ def decoded(engine, name, mode, temperature, extra):
     extra = dict(extra)
     extra["logit_bias"] = {int(token): bias for token, bias in extra.get("logit_bias", {}).items()}
     options = Options(
-        mode=mode, tree_budget=15, max_new_tokens=40, stop_ids=(), temperature=temperature, **extra
+        mode=mode, tree_budget=15, max_new_tokens=24, stop_ids=(), temperature=temperature, **extra
     )
     prompts = golden(name)["prompts"][:2] + golden(name)["prompts"][-1:]
     runs = [
@@ -171,12 +171,12 @@ def test_as_on_one_device(outputs, case):
     if temperature:
         wanted = outputs[f"{name} 1x1 ddtree"]["runs"]
     else:
-        wanted = [(ids[:40], None, None) for ids in golden(name)["ar"]]
+        wanted = [(ids[:24], None, None) for ids in golden(name)["ar"]]
         wanted = [*wanted[:2], wanted[-1]]
     for runs in (got["runs"], got["again"]):
         for (ids, lengths, log_probs), (same, same_lengths, near) in zip(runs, wanted, strict=True):
             assert ids == same[: len(ids)]
-            assert len(ids) == 40
+            assert len(ids) == 24
             if temperature and mode == "ddtree":
                 assert lengths == same_lengths
             assert log_probs == (near and pytest.approx(near, abs=1e-4))
