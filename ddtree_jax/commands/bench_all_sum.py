@@ -6,7 +6,7 @@ A layer has two of them, after attention and after the MLP, and they are a matte
 import itertools
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,30 +40,42 @@ def add_parser(commands) -> None:
     add("--debug", action="store_true")
 
 
-def _nothing(x: jax.Array) -> jax.Array:
-    return x * 2
+class Way(NamedTuple):
+    """A way to sum: what a program begins with, and one sum: (x, of that, number) -> sum."""
+
+    begin: Callable[[jax.Array], Any]
+    one: Callable[[jax.Array, Any, int], jax.Array]
 
 
-def _xla(x: jax.Array) -> jax.Array:
-    return lax.psum(x, MODEL)
+def _open(x: jax.Array) -> all_sum.Inbox:
+    return all_sum.open_inbox(SUMS, *x.shape, axis=MODEL, mesh_axes=(DATA, MODEL))
 
 
-def _kernel(x: jax.Array) -> jax.Array:
-    return all_sum.all_sum(x[None], axis=MODEL, mesh_axes=(DATA, MODEL))
+def _kernel(x: jax.Array, inbox: all_sum.Inbox, number: int) -> jax.Array:
+    which = jnp.full((1,), number, jnp.int32)
+    return all_sum.all_sum(x[None], inbox, which, axis=MODEL, mesh_axes=(DATA, MODEL))
 
 
-def chain(one: Callable[[jax.Array], jax.Array], mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
-    """SUMS sums, each of the one before; [devices * rows, size] -> what every device holds."""
+NOTHING = Way(lambda _: None, lambda x, _, number: x * 2)
+REFERENCE = Way(lambda _: None, lambda x, _, number: all_sum.reference(x[None], MODEL))
+WAYS = {
+    "XLA": Way(lambda _: None, lambda x, _, number: lax.psum(x, MODEL)),
+    "kernel": Way(_open, _kernel),
+}
 
-    def program(x: jax.Array) -> jax.Array:
-        for _ in range(SUMS):
-            x = lax.optimization_barrier(one(x)) * jnp.bfloat16(1 / mesh.shape[MODEL])
+
+def program(way: Way, mesh: Mesh, sums: int) -> Callable[[jax.Array], jax.Array]:
+    """Sums in a row, each of the mean before; [devices * rows, size] -> what each device holds."""
+
+    def run(x: jax.Array) -> jax.Array:
+        begun = way.begin(x)
+        for number in range(sums):
+            x = x if number == 0 else x * jnp.bfloat16(1 / mesh.shape[MODEL])
+            x = lax.optimization_barrier(way.one(x, begun, number))
         return x
 
     spec = P(MODEL)
-    return jax.jit(
-        jax.shard_map(program, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    )
+    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
 
 
 def microseconds(program: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:
@@ -77,13 +89,20 @@ def microseconds(program: Callable[[jax.Array], jax.Array], x: jax.Array) -> flo
     return 1e6 * float(np.median(laps)) / SUMS
 
 
-def off(one: Callable[[jax.Array], jax.Array], mesh: Mesh, x: jax.Array) -> dict[str, Any]:
-    """Whether one sum is the same on all devices, and how far it is from that in float64."""
-    spec, shards = P(MODEL), mesh.shape[MODEL]
-    mapped = jax.shard_map(one, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    got = np.asarray(jax.jit(mapped)(x).astype(jnp.float32), np.float64).reshape(shards, -1)
+def off(way: Way, mesh: Mesh, x: jax.Array) -> dict[str, Any]:
+    """Whether sums are the same on all devices, and how far one is from that in float64."""
+    shards = mesh.shape[MODEL]
+
+    def sums(count: int) -> np.ndarray:
+        got = program(way, mesh, count)(x).astype(jnp.float32)
+        return np.asarray(got, np.float64).reshape(shards, -1)
+
+    one, last = sums(1), sums(SUMS)
     exact = np.asarray(x.astype(jnp.float32), np.float64).reshape(shards, -1).sum(axis=0)
-    return {"same": bool((got == got[0]).all()), "error": float(np.abs(got[0] - exact).max())}
+    return {
+        "same": bool((one == one[0]).all() and (last == last[0]).all()),
+        "error": float(np.abs(one[0] - exact).max()),
+    }
 
 
 def run(args) -> int:
@@ -94,19 +113,18 @@ def run(args) -> int:
         raise InputError(f"--tp is {args.tp}; expected at least 2 devices to sum over")
     mesh = local_mesh(1, args.tp)
     assert mesh is not None
-    ways = {"XLA": _xla, "kernel": _kernel}
     unavailable = unavailable_reason()
     rows: list[dict[str, Any]] = []
     with shell.console(stderr=True).status("Sums") as status:
-        for count, (name, one) in itertools.product(counts, ways.items()):
-            reason = all_sum.unsupported_reason(count, args.size, jnp.bfloat16)
+        for count, (name, way) in itertools.product(counts, WAYS.items()):
+            reason = all_sum.unsupported_reason(args.size, jnp.bfloat16)
             if name == "kernel" and (unavailable or reason):
                 continue
             status.update(f"{name}, {count} rows")
             x = jax.random.normal(jax.random.key(0), (args.tp * count, args.size), jnp.bfloat16)
             x = jax.device_put(x, jax.NamedSharding(mesh, P(MODEL)))
-            alone = microseconds(chain(_nothing, mesh), x)
-            whole = microseconds(chain(one, mesh), x)
+            alone = microseconds(program(NOTHING, mesh, SUMS), x)
+            whole = microseconds(program(way, mesh, SUMS), x)
             rows.append(
                 {
                     "way": name,
@@ -114,7 +132,7 @@ def run(args) -> int:
                     "size": args.size,
                     "us": whole - alone,
                     "us_with_scaling": whole,
-                    **off(one, mesh, x),
+                    **off(way, mesh, x),
                 }
             )
     device = jax.devices()[0].device_kind
