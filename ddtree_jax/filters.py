@@ -5,16 +5,15 @@ the lowest one all of them stay. Scores are float32 [b, n, v], the log-probabili
 constant; what a row asks for is [b]. `axis` names the mesh axis of a sharded vocabulary.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 # The lowest score is found bit by bit; a pass over the vocabulary settles this many of the 32. More
-# bits make fewer passes of more comparisons each: memory bounds a GPU, arithmetic a CPU.
+# bits make fewer passes of more comparisons each: a pass over 64 rows of Qwen3's vocabulary takes
+# an H200 9 us with 3 comparisons and 33 with 15.
 _BITS = {"cpu": 1}
-_BITS_OF_OTHERS = 4
+_BITS_OF_OTHERS = 2
 _MINUS_INF = 0x007FFFFF  # its key, see _score
 
 
@@ -45,23 +44,15 @@ def _sums(parts_bnv: list[jax.Array]) -> jax.Array:
 
 
 def _keep(
-    scores_bnv: jax.Array,
-    weigh: Callable[[jax.Array], jax.Array],
-    about_bn1: jax.Array,
-    target_bn1: jax.Array,
-    axis: str | None,
+    scores_bnv: jax.Array, weights_bnv: jax.Array, target_bn1: jax.Array, axis: str | None
 ) -> jax.Array:
     """The scores that less than `target` of the weight lies strictly above; -inf for the others.
 
     That is every score from some lowest one upwards: the smallest number above which less than the
     target lies. It is found digit by digit of its key from the top, without any sort: a digit is
     the number of its values d for which too much lies above prefix, d, 111...
-
-    weigh: `about` -> the weights [b, n, v].
     """
-    on_cpu = jax.default_backend() == "cpu"
     bits = _BITS.get(jax.default_backend(), _BITS_OF_OTHERS)
-    weights_bnv = weigh(about_bn1)
 
     def narrow(prefix_bn1, shift):
         below = (jnp.uint32(1) << shift) - 1
@@ -69,17 +60,14 @@ def _keep(
             _score(prefix_bn1 | (jnp.uint32(value) << shift) | below)
             for value in range(2**bits - 1)
         ]
-        # Weights that differ from pass to pass are part of it: reading them costs more than exp.
-        fresh, _ = lax.optimization_barrier((about_bn1, prefix_bn1))
-        weights = weights_bnv if on_cpu else weigh(fresh)
-        above = _sums([jnp.where(scores_bnv > bound, weights, 0.0) for bound in bounds])
+        above = _sums([jnp.where(scores_bnv > bound, weights_bnv, 0.0) for bound in bounds])
         digit = (_total(above, axis) >= target_bn1).sum(axis=0, dtype=jnp.uint32)
         return prefix_bn1 | (digit << shift), None
 
     shifts = jnp.arange(32 - bits, -1, -bits, dtype=jnp.uint32)
     prefix = jnp.zeros_like(target_bn1, jnp.uint32)
     # On a GPU a loop would be driven by the host.
-    lowest, _ = lax.scan(narrow, prefix, shifts, unroll=not on_cpu)
+    lowest, _ = lax.scan(narrow, prefix, shifts, unroll=jax.default_backend() != "cpu")
     return jnp.where(scores_bnv >= _score(lowest), scores_bnv, -jnp.inf)
 
 
@@ -92,22 +80,17 @@ def _rows(values_b: jax.Array, scores_bnv: jax.Array) -> jax.Array:
 def top_k(scores_bnv: jax.Array, k_b: jax.Array, axis: str | None = None) -> jax.Array:
     """Keeps the k largest; k 0 keeps all."""
     k = _rows(k_b, scores_bnv)
-    ones = jnp.ones_like(scores_bnv)
-    return _keep(scores_bnv, lambda _: ones, k, jnp.where(k > 0, k, jnp.inf), axis)
+    return _keep(scores_bnv, jnp.ones_like(scores_bnv), jnp.where(k > 0, k, jnp.inf), axis)
 
 
 def top_p(scores_bnv: jax.Array, p_b: jax.Array, axis: str | None = None) -> jax.Array:
     """Keeps the fewest largest whose probabilities reach p; p 1 keeps all."""
     p = _rows(p_b, scores_bnv)
-    best = _maximum(scores_bnv, axis)
-
-    def weigh(best_bn1: jax.Array) -> jax.Array:
-        return jnp.exp(scores_bnv - best_bn1)
-
-    total = _total(weigh(best).sum(axis=-1, keepdims=True), axis)
+    weights = jnp.exp(scores_bnv - _maximum(scores_bnv, axis))
+    total = _total(weights.sum(axis=-1, keepdims=True), axis)
     # At p = 1 rounding must not cut the tail. At p = 0 the most probable token still stays.
     target = jnp.where(p < 1, jnp.maximum(p * total, jnp.finfo(jnp.float32).tiny), jnp.inf)
-    return _keep(scores_bnv, weigh, best, target, axis)
+    return _keep(scores_bnv, weights, target, axis)
 
 
 def min_p(scores_bnv: jax.Array, p_b: jax.Array, axis: str | None = None) -> jax.Array:

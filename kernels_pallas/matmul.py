@@ -68,7 +68,8 @@ def preferred(rows: int, k: int, n: int, *, gated: bool = False) -> bool:
     if not 16 < rows <= MAX_ROWS:
         return False
     plan = schedule(rows, k, n, gated=gated)
-    fills = 0.7 * MULTIPROCESSORS < n // plan.tile <= MULTIPROCESSORS
+    least = 0.9 if rows <= ROWS else 0.7
+    fills = least * MULTIPROCESSORS < n // plan.tile <= MULTIPROCESSORS
     return not gated or (plan.tile >= 96 and fills)
 
 

@@ -6,7 +6,8 @@ told from what a kernel costs.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -215,18 +216,21 @@ def cases(config: DecoderConfig, nodes: int, context: int) -> list[Case]:
     return found + ([growing(nodes)] if nodes > 1 else [])
 
 
-def errors(case: Case, kernels: Kernels) -> tuple[float, float]:
+def compiled(case: Case, kernels: Kernels) -> Callable[..., jax.Array]:
+    # The inputs are arguments, not constants: XLA would compute with those while it compiles.
+    return jax.jit(functools.partial(case.run, kernels)).lower(*case.inputs).compile()
+
+
+def errors(case: Case, program: Callable[..., jax.Array]) -> tuple[float, float]:
     """Mean and greatest absolute error, in units of the exact result's root mean square."""
-    # Arguments, not constants: XLA would compute with those itself while it compiles.
-    got = jax.jit(functools.partial(case.run, kernels))(*case.inputs)
+    got = program(*case.inputs)
     off = np.abs(_wide(got) - case.exact) / max(np.sqrt((case.exact**2).mean()), 1e-30)
     return float(off.mean()), float(off.max())
 
 
-def row(case: Case, nodes: int, kernels: Kernels) -> dict[str, Any]:
-    (kernel, kernel_max), (reference, reference_max) = (
-        errors(case, each) for each in (kernels, REFERENCE)
-    )
+def row(case: Case, nodes: int, programs: Sequence[Callable[..., jax.Array]]) -> dict[str, Any]:
+    """`programs`: with the kernels, and with the references."""
+    (kernel, kernel_max), (reference, reference_max) = (errors(case, each) for each in programs)
     return {
         "operation": case.operation,
         "nodes": nodes,
@@ -249,12 +253,14 @@ def run(args) -> int:
     if reason := unavailable_reason():
         raise InputError(f"bench.py kernels needs the kernels: {reason}")
     config = SHAPES[args.shape][0]
-    rows = []
-    with shell.console(stderr=True).status("Kernels") as status:
-        for nodes in counts:
-            for case in cases(config, nodes, args.context):
-                status.update(f"{case.operation}, {nodes} nodes")
-                rows.append(row(case, nodes, Kernels(mosaic=True)))
+    ways = (Kernels(mosaic=True), REFERENCE)
+    with shell.console(stderr=True).status("Inputs") as status, ThreadPoolExecutor() as pool:
+        asked = [(nodes, case) for nodes in counts for case in cases(config, nodes, args.context)]
+        built = [[pool.submit(compiled, case, way) for way in ways] for _, case in asked]
+        rows = []
+        for (nodes, case), programs in zip(asked, built, strict=True):
+            status.update(f"{case.operation}, {nodes} nodes")
+            rows.append(row(case, nodes, [program.result() for program in programs]))
     device = jax.devices()[0].device_kind
     table = Table(
         title=f"Errors of the kernels and their references at the shapes of {args.shape}, context "
