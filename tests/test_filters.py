@@ -126,6 +126,42 @@ def test_number_of_bits_a_pass_changes_nothing(bits, monkeypatch):
         np.testing.assert_array_equal(got, GOLDEN[f"{name}:{value}"])
 
 
+@pytest.mark.parametrize("lanes", [7, 32])
+@pytest.mark.parametrize("crowded", [False, True])
+@pytest.mark.parametrize("bits", [1, 2])
+def test_the_largest_of_lanes_are_enough_or_are_not_trusted(lanes, crowded, bits, monkeypatch):
+    """The same as without, also where all that stays is of one lane, beyond what it keeps."""
+    values = [0, 1, 2, 5, 40, 299, 300, 301], [1e-6, 0.05, 0.3, 0.9, 0.999, 1.0, 0.5, 0.97]
+    generator = np.random.default_rng(0)
+    logits = np.round(3 * generator.standard_normal((8, 2, 300)), 2).astype(np.float32)  # ties
+    logits[:, 1] *= 0.1
+    logits[::3, :, 100:130] = -np.inf
+    if crowded:
+        logits[:, :, 3::lanes] += 30
+
+    def kept(lanes):
+        monkeypatch.setattr(filters, "_LANES", {"cpu": lanes})
+        return [
+            jax.jit(lambda x, asked, each=each: each(x, asked))(logits, jnp.asarray(value))
+            for each, value in zip((filters.top_k, filters.top_p), values, strict=True)
+        ]
+
+    monkeypatch.setattr(filters, "_BITS", {"cpu": bits})
+    for mine, wanted in zip(kept(lanes), kept(0), strict=True):
+        np.testing.assert_array_equal(mine, wanted)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([5, 8]), st.sampled_from([9, 24, 40, 64]))
+def test_the_largest_of_a_lane(seed, lanes, size):
+    x = np.random.default_rng(seed).integers(-5, 5, (2, 3, size)).astype(np.float32)
+    got = np.stack(filters._largest_of_lanes(jnp.asarray(x), lanes))
+    for lane in range(lanes):
+        want = -np.sort(-x[:, :, lane::lanes], axis=-1)[:, :, :4]
+        want = np.pad(want, ((0, 0), (0, 0), (0, 4 - want.shape[-1])), constant_values=-np.inf)
+        np.testing.assert_array_equal(np.moveaxis(got[..., lane], 0, -1), want)
+
+
 top_k, top_p, penalise = map(jax.jit, (filters.top_k, filters.top_p, penalties.penalise))
 
 
