@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
@@ -29,6 +30,11 @@ PAIRS = (
     "swa_causal",
 )
 BUDGETS = (7, 15, 31, 63, 127)
+
+
+def rarely(*case):
+    """A case of a grid that `make main-job` runs and `make test` does not."""
+    return pytest.param(*case, marks=pytest.mark.exhaustive)
 
 
 @functools.cache

@@ -223,6 +223,7 @@ def test_acceptance_of_two_turns(spoken, capsys):
     assert result["rows"][0]["mean_tau"] == 1
 
 
+@pytest.mark.exhaustive
 def test_acceptance_of_samples_beside_greedy(spoken, capsys, tmp_path):
     picture = tmp_path / "depth.svg"
     argv = [*spoken, "--temperature", "1", "--seeds", "0,3", "--draft-noise", "on,off"]

@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from pairs import BUDGETS, ORACLE, PAIRS, golden, modules
+from pairs import BUDGETS, ORACLE, PAIRS, golden, modules, rarely
 
 from ddtree_jax import Options, sampling
 from ddtree_jax import tree as trees
@@ -23,13 +23,11 @@ WHOLE = "qwen3_gqa"  # every mode in every run; of the others one tree each
 
 
 def parameters(cases):
-    """The cases; most trees are marked as exhaustive."""
+    """The cases, most of them only now and then."""
     trees_of = {name: [b for n, _, b in CASES if n == name and b] for name in PAIRS}
     turn = {name: trees_of[name][i % len(trees_of[name])] for i, name in enumerate(PAIRS)}
     return [
-        pytest.param(*case, marks=[pytest.mark.exhaustive] * rest)
-        for case in cases
-        for rest in [case[0] != WHOLE and case[2] not in (None, turn[case[0]])]
+        case if case[0] == WHOLE or case[2] == turn[case[0]] else rarely(*case) for case in cases
     ]
 
 
