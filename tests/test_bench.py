@@ -182,6 +182,7 @@ def test_the_baselines_configuration_is_transformers_own():
         hugging_face.config_values(SHAPES["qwen3.5-4b"][0], 4096)
 
 
+@pytest.mark.exhaustive
 def test_startup_cold_and_warm(tmp_path):
     out = tmp_path / "startup.json"
     argv = ["startup", "--shape", "tiny", "--budget", "3", "--prompt", "5"]
@@ -330,7 +331,10 @@ def test_a_wrong_kernel_is_seen():
             return REFERENCE.append(caches, rows, path, length, count - 1)
 
     cases = {each.operation: each for each in bench_kernels.cases(SHAPES["tiny"][0], 9, 40)}
-    ok = {name: bench_kernels.row(case, 9, Broken())["ok"] for name, case in cases.items()}
+    ok = {}
+    for name, case in cases.items():
+        programs = [bench_kernels.compiled(case, each) for each in (Broken(), REFERENCE)]
+        ok[name] = bench_kernels.row(case, 9, programs)["ok"]
     assert [name for name, right in ok.items() if not right] == ["add and norm", "append"]
 
 

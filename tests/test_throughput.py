@@ -95,6 +95,7 @@ def test_two_processes_give_the_table_of_one(argv, together, tmp_path, capsys):
         assert line.split("│")[:5] == same.split("│")[:5]  # set, prompts, tokens, tau
 
 
+@pytest.mark.exhaustive
 def test_a_lost_process_is_named(argv, together, tmp_path):
     running = together([*argv, "--max-new-tokens", "400", "--json", str(tmp_path / "none")])
     for process in running:

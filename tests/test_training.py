@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from pairs import ORACLE, golden, models, rarely
+from pairs import ORACLE, golden, jitted, models, rarely
 
 import convert
 from convert.export import export_drafter
@@ -71,43 +71,42 @@ def test_packing_keeps_every_document_whole(length):
     assert sorted(found) == sorted(expected)
 
 
-@pytest.mark.parametrize("name", [rarely(NAME), rarely("swa_causal"), "causal_head"])
+@pytest.mark.parametrize("name", [NAME, rarely("swa_causal"), rarely("causal_head")])
 def test_the_loss_sees_what_decoding_sees(name):
     """Block logits in a packed row equal those of the drafter with its cache, at any anchor."""
     pair = models(name)
-    target, drafter = pair.target, pair.drafter
-    config = drafter.config
+    config, vocab = pair.drafter.config, pair.target.config.vocab_size
     rows = data.pack(documents(name, count=2), 256, seed=0)
     batch = rows.take(np.arange(1))
     places = np.flatnonzero(batch["in_answer"][0])[[3, 130]]
-    features = loss.features_of(target, config.target_layer_ids, batch)
-    packed = loss.block_logits(drafter, target, features, batch, jnp.asarray(places)[None])[0]
+
+    def packed_logits(pair, batch, places):
+        features = loss.features_of(pair.target, config.target_layer_ids, batch)
+        return loss.block_logits(pair.drafter, pair.target, features, batch, places)
+
+    def decoded_logits(pair, before, ids):
+        nothing = caches.empty(pair.target.config, 1, 0, jnp.float32)
+        zero, size = jnp.zeros((1,), jnp.int32), before.shape[1]
+        chain = trees.chain(before)
+        _, context, _ = pair.target(
+            nothing, before, chain.depths, chain.ancestors, zero, config.target_layer_ids
+        )
+        empty = caches.empty(config, 1, 0, jnp.float32)
+        embedded = pair.target.embed(ids)
+        hidden, _ = pair.drafter(empty, zero, context, jnp.full((1,), size), embedded)
+        return pair.target.logits(hidden[0, 1:])
+
+    packed = jitted(pair, packed_logits)(batch, jnp.asarray(places)[None])[0]
     for logits, place in zip(packed, places, strict=True):
         own = batch["document"][0] == batch["document"][0, place]
         before = jnp.asarray(batch["tokens"][0][own & (np.arange(256) < place)])[None]
-        nothing = caches.empty(target.config, 1, 0, jnp.float32)
-        zero, size = jnp.zeros((1,), jnp.int32), before.shape[1]
-        chain = trees.chain(before)
-        _, context, _ = target(
-            nothing, before, chain.depths, chain.ancestors, zero, config.target_layer_ids
-        )
         ids = np.full((1, config.block_size), config.mask_token_id)
         ids[0, 0] = batch["tokens"][0, place]
-        hidden, _ = drafter(
-            caches.empty(config, 1, 0, jnp.float32),
-            zero,
-            context,
-            jnp.full((1,), size),
-            target.embed(jnp.asarray(ids)),
-        )
-        expected = target.logits(hidden[0, 1:])
-        np.testing.assert_allclose(
-            logits[:, : target.config.vocab_size],
-            expected[:, : target.config.vocab_size],
-            atol=2e-4,
-        )
+        expected = jitted(pair, decoded_logits)(before, jnp.asarray(ids))
+        np.testing.assert_allclose(logits[:, :vocab], expected[:, :vocab], atol=2e-4)
 
 
+@pytest.mark.exhaustive
 def test_a_fitted_drafter_has_the_acceptance_that_decoding_measures():
     """The metric tau at all anchors is near the golden chain's, and the loss falls with it."""
     pair = models(NAME)

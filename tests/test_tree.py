@@ -117,7 +117,7 @@ def check_structure(row, paths, budget):
         assert row.ancestors[i, j] == (above or i == j), (i, j)
 
 
-@check(max_examples=100)
+@check(max_examples=60)
 @given(scores())
 def test_build_like_a_heap(case):
     budget, units = case
@@ -126,7 +126,7 @@ def test_build_like_a_heap(case):
     check_structure(row, paths, budget)
 
 
-@check(max_examples=50)
+@check(max_examples=30)
 @given(scores())
 def test_build_with_the_chain_first(case):
     budget, units = case
@@ -169,7 +169,7 @@ def test_rows_of_a_batch_are_independent():
                      alone)  # fmt: skip
 
 
-@check(max_examples=50)
+@check(max_examples=30)
 @given(scores(), st.integers(0, 2**32 - 1))
 def test_a_tree_with_the_chain_accepts_no_less_than_the_chain(case, seed):
     budget, units = case
