@@ -197,7 +197,7 @@ def test_to_the_last_slot_of_the_cache(single, mode, monkeypatch):
         check_counts(result)
 
 
-@pytest.mark.parametrize("temperature", [rarely(0.0), 0.8])
+@pytest.mark.parametrize("temperature", [rarely(0.0), rarely(0.8)])
 def test_prompts_prefilled_in_groups(single, temperature):
     """A wide batch prefills several prompts at once, of different numbers of chunks."""
     engine = make_engine(NAME, prefill_chunk=7, batch_size=32)

@@ -20,7 +20,7 @@ def modes_of(name):
 CASES = [(name, mode, budget) for name in PAIRS for mode, budget in modes_of(name)]
 STOPS = [case for case in CASES if "stop" in golden(case[0])]
 WHOLE = "qwen3_gqa"  # every mode in every run; of most others one tree each
-RARE = ("causal_full", "swa_bidir", "swa_causal")
+RARE = ("causal_full", "causal_head", "hybrid_fused", "qwen3_yarn", "swa_bidir", "swa_causal")
 
 
 def parameters(cases):

@@ -102,9 +102,7 @@ def test_the_requests_differ(wanted, name):
     [
         rarely("dflash", None, True),
         *(
-            (tuple if budget in (7, 63) else lambda case: rarely(*case))(
-                ("ddtree", budget, budget != 7)
-            )
+            (tuple if budget == 63 else lambda case: rarely(*case))(("ddtree", budget, budget != 7))
             for budget in BUDGETS
         ),
     ],

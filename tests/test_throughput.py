@@ -80,6 +80,7 @@ def counted(path):
     }
 
 
+@pytest.mark.exhaustive
 def test_two_processes_give_the_table_of_one(argv, together, tmp_path, capsys):
     assert main([*argv, "--json", str(tmp_path / "one")]) == 0
     table = capsys.readouterr().out

@@ -127,6 +127,7 @@ def settings(**changes):
     return loop.TrainConfig(**values | {"save_every": 15} | changes)
 
 
+@pytest.mark.exhaustive
 def test_training_learns_and_resumes_exactly(tmp_path):
     pair = models(NAME)
     rows = data.pack(documents(copies=2), 128, seed=0)
