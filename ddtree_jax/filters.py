@@ -119,7 +119,11 @@ def _keep(
         found = search(jnp.concatenate(largest, axis=-1))
         # What is not among them is at most the last of its lane: nothing above what was found.
         missed = (_maximum(largest[-1], axis) > found) & jnp.isfinite(target_bn1)
-        lowest = lax.cond(missed.any(), lambda: search(scores_bnv), lambda: found)
+        # Row by row: the two round their sums differently, and what a row keeps must not depend on
+        # the rows beside it.
+        lowest = lax.cond(
+            missed.any(), lambda: jnp.where(missed, search(scores_bnv), found), lambda: found
+        )
     else:
         lowest = search(scores_bnv)
     return jnp.where(scores_bnv >= lowest, scores_bnv, -jnp.inf)

@@ -151,6 +151,23 @@ def test_the_largest_of_lanes_are_enough_or_are_not_trusted(lanes, crowded, bits
         np.testing.assert_array_equal(mine, wanted)
 
 
+@pytest.mark.parametrize("lanes", [0, 64])
+def test_what_a_row_keeps_does_not_depend_on_the_rows_beside_it(lanes, monkeypatch):
+    """Though only one of those needs the whole vocabulary, and p is a sum of probabilities."""
+    monkeypatch.setattr(filters, "_LANES", {"cpu": lanes})
+    top_p = jax.jit(lambda x, p: filters.top_p(x, p))
+    generator = np.random.default_rng(0)
+    ulps = np.arange(-32, 32) * 2.0**-24
+    for _ in range(8):
+        x = generator.standard_normal((1, 1, 1024)).astype(np.float32)
+        x[..., 200:300] += 10  # two of a lane at most
+        weights = np.sort(np.exp(x[0, 0].astype(np.float64)))[::-1]
+        p = np.array([*weights[:80].sum() / weights.sum() + ulps, 0.9], np.float32)
+        rows = np.repeat(x, len(ulps), axis=0)
+        beside_others = top_p(np.concatenate([rows, 0 * x]), p)
+        np.testing.assert_array_equal(top_p(np.concatenate([rows, x]), p)[:-1], beside_others[:-1])
+
+
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([5, 8]), st.sampled_from([9, 24, 40, 64]))
 def test_the_largest_of_a_lane(seed, lanes, size):
