@@ -1,6 +1,7 @@
 """scripts/bench.py: acceptance on a spoken tiny pair, rounds of the tiny shape, bad usage."""
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -293,6 +294,13 @@ def test_products_are_timed_where_kernels_run(capsys):
     assert "needs the kernels: the device is a cpu" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("shape", ["tiny", "tiny-hybrid"])
+def test_products_without_a_kernel_are_refused(shape, capsys, monkeypatch):
+    monkeypatch.setattr(bench_products, "unavailable_reason", lambda: None)
+    assert main(["products", "--shape", shape]) == 2
+    assert f"--shape is {shape}, with a weight of 32 x " in capsys.readouterr().err
+
+
 def test_products_of_the_kernel_are_told_apart(monkeypatch):
     """The times of one way to divide must not be taken for another's."""
     plans = [matmul.Schedule(64, 2), matmul.Schedule(64, 2, 2), matmul.Schedule(256, 2)]
@@ -319,6 +327,14 @@ def test_the_exact_results_are_those_of_the_references(shape):
             mean, most = bench_kernels.errors(case, bench_kernels.compiled(case, REFERENCE))
             assert mean < 3e-3, case.operation
             assert most < 0.1, case.operation
+
+
+@pytest.mark.parametrize("shape", ["tiny", "tiny-hybrid", "smollm2-135m"])
+def test_small_shapes_have_programs_with_kernels(shape):
+    """Where a kernel does not take the shape, the reference stands for it."""
+    for nodes in (1, 9, 129):
+        for case in bench_kernels.cases(SHAPES[shape][0], nodes, 40):
+            jax.jit(functools.partial(case.run, Kernels(mosaic=True))).trace(*case.inputs)
 
 
 def test_a_wrong_kernel_is_seen():

@@ -72,13 +72,17 @@ def _norm(x: np.ndarray, weight: jax.Array, eps: float, centred: bool) -> np.nda
     return x * scale * (_wide(weight) + centred)
 
 
+def _takes(kernels: Kernels, x: jax.Array, n: int) -> bool:
+    """Whether a product is the kernel's, which it is here also where XLA's is preferred."""
+    return kernels.mosaic and matmul.unsupported_reason(x.shape[0], x.shape[1], n, x.dtype) is None
+
+
 def product(config: DecoderConfig, nodes: int) -> Case:
     k = config.num_kv_heads * config.group_size * config.head_dim
     x, (w, wide) = _normal(0, nodes, k), _weight(1, k, config.hidden_size)
 
     def run(kernels: Kernels, x, w) -> jax.Array:
-        # The kernel also where XLA's product is preferred.
-        if kernels.mosaic and nodes <= matmul.MAX_ROWS:
+        if _takes(kernels, x, w.shape[-1]):
             return matmul.split_matmul(x, w).sum(axis=0)
         return matmul.reference(x, w)
 
@@ -90,7 +94,7 @@ def gated_product(config: DecoderConfig, nodes: int) -> Case:
     x, (w, wide) = _normal(0, nodes, d), _weight(2, d, 2, f)
 
     def run(kernels: Kernels, x, w) -> jax.Array:
-        if kernels.mosaic and nodes <= matmul.MAX_ROWS:
+        if _takes(kernels, x, w.shape[-1]):
             return matmul.gated_matmul(x, w)
         return matmul.gated_reference(x, w)
 

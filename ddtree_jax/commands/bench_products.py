@@ -118,6 +118,9 @@ def run(args) -> int:
     if max(counts) > matmul.MAX_ROWS:
         raise InputError(f"--rows is {max(counts)}; expected at most {matmul.MAX_ROWS}")
     config = SHAPES[args.shape][0]
+    for _, k, n, _ in products(config):
+        if reason := matmul.unsupported_reason(max(counts), k, n, jnp.bfloat16):
+            raise InputError(f"--shape is {args.shape}, with {reason}")
     rows: list[dict[str, Any]] = []
     with shell.console(stderr=True).status("Reading") as status:
         bandwidth = read_bandwidth()
