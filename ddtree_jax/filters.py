@@ -16,10 +16,11 @@ from jax import lax
 # an H200 9 us with 3 comparisons and 33 with 15.
 _BITS = {"cpu": 1}
 _BITS_OF_OTHERS = 2
-# Before that, one pass keeps the largest few of every lane: lane j has every so many-th score from
+# With lanes, one pass before keeps the largest few of each: lane j has every so many-th score from
 # the j-th on. The search is among those alone unless one of the others could be above its result.
-_LANES = {"cpu": 0}  # none
-_LANES_OF_OTHERS = 4096
+# 0 is none, until a GPU has shown what it gains (4096 there: 16384 numbers to search); a CPU reads
+# the vocabulary faster than it finds them.
+_LANES = 0
 _DEEP = 4  # scores of a lane that are kept
 _MINUS_INF = 0x007FFFFF  # its key, see _score
 
@@ -109,13 +110,12 @@ def _keep(
 
     weigh: scores -> their weights. An infinite target keeps everything.
     """
-    lanes = _LANES.get(jax.default_backend(), _LANES_OF_OTHERS)
 
     def search(some_bnv: jax.Array) -> jax.Array:
         return _lowest(some_bnv, weigh(some_bnv), target_bn1, axis)
 
-    if 0 < 2 * _DEEP * lanes <= scores_bnv.shape[-1]:
-        largest = _largest_of_lanes(scores_bnv, lanes)
+    if 0 < 2 * _DEEP * _LANES <= scores_bnv.shape[-1]:
+        largest = _largest_of_lanes(scores_bnv, _LANES)
         found = search(jnp.concatenate(largest, axis=-1))
         # What is not among them is at most the last of its lane: nothing above what was found.
         missed = (_maximum(largest[-1], axis) > found) & jnp.isfinite(target_bn1)

@@ -219,7 +219,7 @@ def _stream(
             lax.fori_loop(0, steps, step, None)
             y = sums[0][...]
             if gated:
-                # Rounded where the reference rounds.
+                # Gate, up and the activation are rounded, as results in bfloat16 are.
                 gate, up = (z.astype(jnp.bfloat16).astype(jnp.float32) for z in (y, sums[1][...]))
                 activated = (gate / (1.0 + jnp.exp(-gate))).astype(jnp.bfloat16)
                 y = (activated.astype(jnp.float32) * up).astype(jnp.bfloat16)

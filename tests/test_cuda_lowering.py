@@ -34,7 +34,7 @@ CASES += [("tiny-hybrid", name, "greedy") for name in PROGRAMS]
 def test_round(shape, name, sampler, monkeypatch):
     # What depends on the device must take the GPU's way: unrolled levels, no padded rows.
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(filters, "_LANES_OF_OTHERS", 8)  # the vocabularies here are small
+    monkeypatch.setattr(filters, "_LANES", 8)
     abstract = nnx.eval_shape(lambda: Models(*SHAPES[shape], rngs=nnx.Rngs(0)))
     graphdef, state = nnx.split(abstract)
     half = parameter_shapes(state, jnp.bfloat16)

@@ -140,7 +140,7 @@ def test_the_largest_of_lanes_are_enough_or_are_not_trusted(lanes, crowded, bits
         logits[:, :, 3::lanes] += 30
 
     def kept(lanes):
-        monkeypatch.setattr(filters, "_LANES", {"cpu": lanes})
+        monkeypatch.setattr(filters, "_LANES", lanes)
         return [
             jax.jit(lambda x, asked, each=each: each(x, asked))(logits, jnp.asarray(value))
             for each, value in zip((filters.top_k, filters.top_p), values, strict=True)
@@ -154,7 +154,7 @@ def test_the_largest_of_lanes_are_enough_or_are_not_trusted(lanes, crowded, bits
 @pytest.mark.parametrize("lanes", [0, 64])
 def test_what_a_row_keeps_does_not_depend_on_the_rows_beside_it(lanes, monkeypatch):
     """Though only one of those needs the whole vocabulary, and p is a sum of probabilities."""
-    monkeypatch.setattr(filters, "_LANES", {"cpu": lanes})
+    monkeypatch.setattr(filters, "_LANES", lanes)
     top_p = jax.jit(lambda x, p: filters.top_p(x, p))
     generator = np.random.default_rng(0)
     ulps = np.arange(-32, 32) * 2.0**-24
