@@ -35,6 +35,18 @@ _einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 _take = functools.partial(jnp.take_along_axis, mode="promise_in_bounds")
 
 
+def _has_tf32() -> bool:
+    """Whether the device's tensor cores multiply TF32 (Ampere, 8.0, and later).
+
+    XLA refuses the whole program where they do not.
+    """
+    if jax.default_backend() != "gpu":
+        return False
+    version = str(getattr(jax.devices()[0], "compute_capability", ""))
+    generation = version.partition(".")[0]  # "gfx942" where it is not NVIDIA's
+    return generation.isdecimal() and int(generation) >= 8
+
+
 def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
     """a b, float32: on a GPU's tensor cores, as three products of TF32 parts, from TILE on.
 
@@ -43,8 +55,8 @@ def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
     long chain of commits stay within 1e-5 (tests). Smaller products are bound by what they read.
     """
     fills = min(*a.shape[-2:], b.shape[-1]) >= TILE
-    fills = fills and jax.default_backend() == "gpu"
-    precision = lax.DotAlgorithmPreset.TF32_TF32_F32_X3 if fills else lax.Precision.HIGHEST
+    parts = fills and _has_tf32()
+    precision = lax.DotAlgorithmPreset.TF32_TF32_F32_X3 if parts else lax.Precision.HIGHEST
     return jnp.matmul(a, b, precision=precision)
 
 

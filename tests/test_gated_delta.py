@@ -1,6 +1,7 @@
 """Gated DeltaNet over trees against the plain recurrence, in float64, along every path."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -331,6 +332,28 @@ def errors(product, decay, alike, monkeypatch):
         strict=True,
     )
     return [np.abs(ours - wanted).max() / np.abs(wanted).max() for ours, wanted in pairs]
+
+
+@pytest.mark.parametrize(
+    ("capability", "asked"),
+    [
+        ("7.5", False),
+        ("8.0", True),
+        ("9.0", True),
+        ("12.0", True),
+        ("gfx942", False),
+        (None, False),
+    ],
+)
+@pytest.mark.parametrize("small", [False, True])
+def test_tf32_is_asked_only_of_devices_that_have_it(capability, asked, small, monkeypatch):
+    """XLA compiles no program that asks it of another: hybrid targets would not run there."""
+    device = types.SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    a, b = jnp.ones((16, 16)), jnp.ones((16, 15 if small else 16))
+    traced = str(jax.make_jaxpr(lambda a, b: gated_delta._matmul(a, b))(a, b))
+    assert ("TF32" in traced) == (asked and not small)
 
 
 @pytest.mark.parametrize("alike", [0.95, 0.0])
