@@ -8,6 +8,7 @@ argument of a jitted program.
 import dataclasses
 import json
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -17,6 +18,8 @@ from ddtree_jax.errors import InputError
 VOCAB_MULTIPLE = 128  # embedding and head rows are padded to this, so that shards stay aligned
 MAX_BLOCK_SIZE = 32  # a tree is at most one level less deep
 MAX_STOP_IDS = 8
+MAX_LAYERS = 1024  # far beyond every model; what is made per layer stays small
+LARGEST = 2**31 - 1  # of every other integer: sizes and ids are int32 in the programs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,19 +217,21 @@ class _Reader:
         value = self.get(key, default)
         if value is None:
             raise self.fail(key, "is missing; expected an integer")
-        if type(value) is not int or value < minimum or (maximum is not None and value > maximum):
+        largest = LARGEST if maximum is None else maximum
+        if type(value) is not int or not minimum <= value <= largest:
             wanted = f"an integer of at least {minimum}"
-            if maximum is not None:
-                wanted = f"{minimum} to {maximum}"
+            if maximum is not None or (type(value) is int and value > largest):
+                wanted = f"{minimum} to {largest}"
             raise self.fail(key, f"is {value!r}; expected {wanted}")
         return value
 
     def number(self, key: str, *, default: float | None = None, zero: bool = False) -> float:
-        """A positive number; 0 too with `zero`."""
+        """A positive finite number; 0 too with `zero`."""
         value = self.get(key, default)
         if value is None:
             raise self.fail(key, "is missing; expected a number")
-        if type(value) not in (int, float) or not (value > 0 or (zero and value == 0)):
+        positive = type(value) in (int, float) and 0 < value <= sys.float_info.max
+        if not positive and not (zero and type(value) in (int, float) and value == 0):
             expected = "a number of at least 0" if zero else "a positive number"
             raise self.fail(key, f"is {value!r}; expected {expected}")
         return float(value)
@@ -288,6 +293,8 @@ def _rope(
     kind = params.get("rope_type", params.get("type", "default"))
     if kind == "default":
         return RopeConfig(theta, partial=partial)
+    if kind == "yarn" and theta <= 1:  # it divides by the logarithm
+        raise config.fail("rope_theta", f"is {theta}; expected more than 1 for yarn")
     if kind not in ("llama3", "yarn"):
         known = "expected default, llama3 or yarn"
         raise params.fail("rope_type", f"is {kind!r}, which is not supported; {known}")
@@ -375,7 +382,7 @@ def _decoder_fields(
     return dict(
         hidden_size=hidden_size,
         intermediate_size=config.integer("intermediate_size"),
-        num_layers=config.integer("num_hidden_layers"),
+        num_layers=config.integer("num_hidden_layers", maximum=MAX_LAYERS),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
@@ -629,9 +636,7 @@ def parse_drafter(values: Mapping[str, Any], source: str) -> DrafterConfig:
     if not isinstance(layer_ids, list) or not layer_ids:
         problem = "is missing; expected the list of target layers that the drafter was trained on"
         raise dflash.fail("target_layer_ids", problem)
-    if any(not isinstance(i, int) or i < 0 for i in layer_ids) or len(set(layer_ids)) < len(
-        layer_ids
-    ):
+    if any(type(i) is not int or i < 0 for i in layer_ids) or len(set(layer_ids)) < len(layer_ids):
         raise dflash.fail("target_layer_ids", f"is {layer_ids}; expected distinct layers from 0")
     fields = _decoder_fields(config, default_theta=None)
     windows = _windows(config, fields["num_layers"], by_layer_types=True)

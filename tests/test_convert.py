@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 import re
 import shutil
 import struct
@@ -692,6 +693,13 @@ def test_published_configs_are_the_shapes_that_are_measured():
     [
         (DRAFTER | {"block_size": 1000}, "'block_size' is 1000; expected 2 to 32"),
         (DRAFTER | {"block_size": 1}, "'block_size' is 1; expected 2 to 32"),
+        (LLAMA | {"num_hidden_layers": 1025}, "'num_hidden_layers' is 1025; expected 1 to 1024"),
+        (LLAMA | {"vocab_size": 2**31}, f"'vocab_size' is {2**31}; expected 1 to {2**31 - 1}"),
+        (DRAFTER | {"dflash_config": {"target_layer_ids": [True, 2]}}, "'dflash_config.target_l"),
+        (
+            LLAMA | {"rope_parameters": {"rope_type": "yarn", "factor": 2, "rope_theta": 1}},
+            "'rope_theta' is 1.0; expected more than 1 for yarn",
+        ),
         (LLAMA | {"eos_token_id": V}, "'eos_token_id' holds 70; expected token ids from 0 to 69"),
         (LLAMA | {"eos_token_id": [2, -1]}, "'eos_token_id' holds -1;"),
         (LLAMA | {"eos_token_id": "2"}, "'eos_token_id' holds '2';"),
@@ -702,6 +710,44 @@ def test_published_configs_are_the_shapes_that_are_measured():
 def test_values_out_of_range(values, message):
     with pytest.raises(InputError, match=re.escape(f"config.json: {message}")):
         parse(values)
+
+
+def numeric_keys(values):
+    """The keys of all numbers, as paths."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from ((key, *rest) for rest in numeric_keys(value))
+        elif type(value) in (int, float):
+            yield (key,)
+
+
+def replaced(values, path, value):
+    key, *rest = path
+    return values | {key: replaced(values[key], rest, value) if rest else value}
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "beta_fast": 32, "mscale": 1}
+REALS = ("rope_theta", "rms_norm_eps", "factor", "beta_fast", "mscale")
+HUGE = MODELS | {
+    "whole qwen3_5": WHOLE_QWEN3_5 | {"vision_config": {}},
+    "by interval": without(QWEN3_5, "layer_types") | {"full_attention_interval": 2},
+    "yarn": LLAMA | {"rope_parameters": YARN | {"original_max_position_embeddings": 16}},
+}
+
+
+@pytest.mark.parametrize(
+    "value", [10**400, 2**31, math.inf, math.nan], ids=["huge", "2**31", "inf", "nan"]
+)
+@pytest.mark.parametrize("values", HUGE.values(), ids=HUGE)
+def test_numbers_that_are_too_large(values, value):
+    """Each is refused by its name: not by an overflow, nor after a list of 2**31 layers."""
+    for path in numeric_keys(values):
+        if value == 2**31 and path[-1] in REALS:
+            continue
+        if "dflash_config" in values and path[-1] in ("eos_token_id", "max_position_embeddings"):
+            continue  # those that count are the target's
+        with pytest.raises(InputError, match=f"config.json: '[a-z_.]*{path[-1]}' "):
+            parse(replaced(values, path, value))
 
 
 def test_bad_stop_ids_name_the_file_that_holds_them(tmp_path, capsys):
