@@ -232,7 +232,7 @@ class _Reader:
             raise self.fail(key, "is missing; expected a number")
         positive = type(value) in (int, float) and 0 < value <= sys.float_info.max
         if not positive and not (zero and type(value) in (int, float) and value == 0):
-            expected = "a number of at least 0" if zero else "a positive number"
+            expected = "a finite number of at least 0" if zero else "a positive finite number"
             raise self.fail(key, f"is {value!r}; expected {expected}")
         return float(value)
 
@@ -303,13 +303,16 @@ def _rope(
         max_position = config.integer("max_position_embeddings")
     original = params.integer("original_max_position_embeddings", default=max_position)
     if kind == "llama3":
+        low, high = params.number("low_freq_factor"), params.number("high_freq_factor")
+        if low >= high:
+            raise params.fail("high_freq_factor", f"is {high}; expected more than the low {low}")
         return RopeConfig(
             theta,
             kind,
             factor=params.number("factor"),
             original_max_position=original,
-            low_freq_factor=params.number("low_freq_factor"),
-            high_freq_factor=params.number("high_freq_factor"),
+            low_freq_factor=low,
+            high_freq_factor=high,
             partial=partial,
         )
     factor = params.number("factor", default=(max_position or 0) / original or None)

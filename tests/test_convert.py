@@ -697,6 +697,20 @@ def test_published_configs_are_the_shapes_that_are_measured():
         (LLAMA | {"vocab_size": 2**31}, f"'vocab_size' is {2**31}; expected 1 to {2**31 - 1}"),
         (DRAFTER | {"dflash_config": {"target_layer_ids": [True, 2]}}, "'dflash_config.target_l"),
         (
+            LLAMA
+            | {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "factor": 8,
+                    "original_max_position_embeddings": 16,
+                    "rope_theta": 1e4,
+                    "low_freq_factor": 4,
+                    "high_freq_factor": 4,
+                }
+            },
+            "'rope_parameters.high_freq_factor' is 4.0; expected more than the low 4.0",
+        ),
+        (
             LLAMA | {"rope_parameters": {"rope_type": "yarn", "factor": 2, "rope_theta": 1}},
             "'rope_theta' is 1.0; expected more than 1 for yarn",
         ),
