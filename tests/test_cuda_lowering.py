@@ -95,7 +95,7 @@ def test_gated_delta_fills_tensor_cores(nodes, monkeypatch):
 
     products = ("stablehlo.dot_general", "num_primitive_operations = 3")
     on_cpu = [text("cpu").count(each) for each in products]
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(gated_delta, "_has_tf32", lambda: True)
     on_gpu = [text("cuda").count(each) for each in products]
     assert on_cpu[0] == on_gpu[0] > 4
     assert on_cpu[1] == 0
