@@ -45,6 +45,7 @@ def _flags(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
 
 
+@pytest.mark.exhaustive
 def test_round_measures_every_program(tmp_path, capsys, monkeypatch):
     out = tmp_path / "round.json"
     every = {name: value for kind in SAMPLING.values() for name, value in kind.items()}

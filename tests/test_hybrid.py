@@ -217,6 +217,7 @@ def test_prefill_in_chunks_commits_the_same_state(chunk, soiled):
         close(ours[:, :, :24], theirs[:, :, :24])
 
 
+@pytest.mark.exhaustive
 def test_a_row_serves_one_prompt_after_the_other():
     """What its buffers held before does not matter."""
     prompts = golden("hybrid_swa")["prompts"][-3:]

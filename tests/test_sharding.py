@@ -136,7 +136,7 @@ CASES = [
     ("llama_gqa3", 1, 4, {}, ["ar"], 0.0, {}),  # three queries a KV head, shared by two devices
     ("llama_gqa3", 2, 2, {"batch_size": 4}, ["ddtree"], 0.8, FILTERS),
 ]
-ALWAYS = ("qwen3_gqa", "hybrid_swa 1x4")
+ALWAYS = ("qwen3_gqa",)
 NAMES = {
     f"{name} {data}x{tp} {mode}": (name, data, tp, settings, mode, temperature)
     for name, data, tp, settings, modes, temperature, _ in CASES
