@@ -17,9 +17,10 @@ from jax.sharding import Mesh
 from ddtree_jax import rounds, sharding, text
 from ddtree_jax.config import MAX_STOP_IDS, DecoderConfig, DrafterConfig, TargetConfig
 from ddtree_jax.errors import InputError
-from ddtree_jax.models import Models, parameter_name, parameter_shapes
+from ddtree_jax.models import Models, Peers, parameter_name, parameter_shapes
 from ddtree_jax.rounds import DecodeState, Emitted
 from ddtree_jax.sampling import GREEDY, Request, Sampler
+from kernels_pallas import all_sum
 from kernels_pallas.dispatch import REFERENCE, Kernels, attention_unsupported, unavailable_reason
 
 MODES = ("ddtree", "dflash", "ar")
@@ -298,17 +299,22 @@ class Engine:
         self.prefill_rows = data * max(1, batch_size // (16 * data))
         axis = sharding.MODEL if shards > 1 else None
         self.kernels, self.attention = _kernels(attention, target, drafter, dtype)
+        self._inboxes = None
+        if self.kernels.mosaic and mesh is not None and axis is not None:
+            self._inboxes = all_sum.open_inboxes(mesh, axis, target.hidden_size)
         abstract = nnx.eval_shape(
             lambda: Models(
                 target,
                 drafter,
                 axis=axis,
                 whole_drafter=whole_drafter,
+                peers=all_sum.address_words(shards) if self._inboxes else 0,
                 kernels=self.kernels,
                 rngs=nnx.Rngs(0),
             )
         )
-        self._graphdef, state = nnx.split(abstract)
+        self._graphdef, *states = nnx.split(abstract, nnx.Param, Peers)
+        state, self._peers = states
         self._abstract = abstract
         specs = sharding.parameter_specs(state, self._replicated)
         named, self._treedef = jax.tree.flatten_with_path(parameter_shapes(state, dtype))
@@ -319,6 +325,13 @@ class Engine:
             jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding.place(mesh, spec))
             for s, spec in zip(shapes, self._leaf_specs, strict=True)
         ]
+        # What programs are given: the parameters and, for kernels that sum, the inboxes' addresses.
+        self._given_specs, self._given_shapes = [*self._leaf_specs], [*self._leaf_shapes]
+        if self._inboxes:
+            words = self._inboxes.addresses
+            shape = jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=words.sharding)
+            self._given_shapes.append(shape)
+            self._given_specs.append(sharding.P((sharding.DATA, sharding.MODEL)))
         self._programs: dict[tuple, Future] = {}
         loaders = ThreadPoolExecutor(max_workers=2, thread_name_prefix="ddtree-load")
         self._leaves = loaders.submit(self._ordered, load)
@@ -347,7 +360,7 @@ class Engine:
                 leaves.append(jax.device_put(leaf, shape.sharding))
         if problems:
             raise ValueError("; ".join(problems[:8]))
-        return leaves
+        return leaves if self._inboxes is None else [*leaves, self._inboxes.addresses]
 
     # Programs: one compilation per (program, static arguments, shapes).
 
@@ -356,7 +369,10 @@ class Engine:
         return len(self._programs)
 
     def _merge(self, leaves: list[jax.Array]) -> Models:
-        return nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, leaves))
+        count = len(self._leaf_shapes)
+        parameters = jax.tree.unflatten(self._treedef, leaves[:count])
+        peers = jax.tree.map(lambda _: leaves[count][0], self._peers)
+        return nnx.merge(self._graphdef, parameters, peers)
 
     def _state_shape(
         self, batch: int, slots: int, drafting: bool, *, penalised: bool = False, samples: int = 1
@@ -393,14 +409,14 @@ class Engine:
         mapped = sharding.over_mesh(
             program,
             self.mesh,
-            (self._leaf_specs, specs, *(row,) * len(arguments)),
+            (self._given_specs, specs, *(row,) * len(arguments)),
             (specs, row),
         )
 
         jitted = jax.jit(mapped, donate_argnums=1)
         shapes = [self._placed(argument, row) for argument in arguments]
         state = jax.tree.map(self._placed, state, specs)
-        return jitted.lower(self._leaf_shapes, state, *shapes).compile()
+        return jitted.lower(self._given_shapes, state, *shapes).compile()
 
     def _program(self, key: tuple, build: Callable[[], Any]) -> Future:
         if key not in self._programs:

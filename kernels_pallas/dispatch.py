@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax import lax
 
 from kernels_pallas import (
+    all_sum,
     commit,
     draft_tree,
     matmul,
@@ -52,9 +54,21 @@ class Kernels:
         eps: float,
         *,
         centred: bool = False,
+        axis: str | None = None,
+        peers: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
+        """x + sum of the parts, over the shards of a mesh `axis` too, and its RMS norm.
+
+        peers: this device's `all_sum.Inboxes.addresses`; without, XLA sums over the axis.
+        """
+        m, d = x_md.shape
+        if axis is not None:
+            by_kernel = self.mosaic and peers is not None
+            if by_kernel and all_sum.unsupported_reason(m, d, x_md.dtype) is None:
+                return all_sum.add_norm(x_md, parts_smd, weight_d, peers, eps, centred=centred)
+            parts_smd = lax.psum(rows.total(parts_smd, x_md.dtype), axis)[None]
         arguments = (x_md, parts_smd, weight_d, eps)
-        if self.mosaic and rows.add_norm_unsupported(x_md.shape[1], x_md.dtype) is None:
+        if self.mosaic and rows.add_norm_unsupported(d, x_md.dtype) is None:
             return rows.add_norm(*arguments, centred=centred, interpret=self.interpret)
         return rows.add_norm_reference(*arguments, centred=centred)
 

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 
 from ddtree_jax import rounds
-from ddtree_jax.models import Models
+from ddtree_jax.models import Models, Peers
 from ddtree_jax.sampling import GREEDY
 from ddtree_jax.shapes import SHAPES
 from kernels_pallas import (
@@ -252,33 +252,98 @@ def test_unsupported_products_say_why():
 # Sums over devices.
 
 
-@pytest.mark.parametrize("devices", [2, 4])
-def test_sums_over_devices_lower_for_hopper(devices):
+def hopper_mesh(devices):
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     kinds = (AxisType.Auto, AxisType.Auto)
-    mesh = AbstractMesh((1, devices), ("data", "model"), kinds, abstract_device=device)
+    return AbstractMesh((1, devices), ("data", "model"), kinds, abstract_device=device)
 
-    def program(parts):
-        over = dict(axis="model", mesh_axes=("data", "model"))
-        inbox = all_sum.open_inbox(2, *parts.shape[1:], **over)
-        one = all_sum.all_sum(parts, inbox, jnp.zeros((1,), jnp.int32), **over)
-        return all_sum.all_sum(one[None], inbox, jnp.ones((1,), jnp.int32), **over)
 
+@pytest.mark.parametrize(("devices", "m", "d"), [(2, 64, 4096), (4, 1, 2560)])
+def test_sums_over_devices_lower_for_hopper(devices, m, d):
+    mesh = hopper_mesh(devices)
+
+    def program(x, parts, weight, addresses):
+        for _ in range(2):
+            x, y = all_sum.add_norm(x, parts, weight, addresses[0], 1e-6)
+            parts = y[None]
+        return x
+
+    specs = (jax.P(), jax.P(), jax.P(), jax.P(("data", "model")))
+    mapped = jax.shard_map(program, mesh=mesh, in_specs=specs, out_specs=jax.P(), check_vma=False)
+    words = (devices, all_sum.address_words(devices))
+    arguments = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for shape, dtype, spec in zip(
+            [(m, d), (3, m, d), (d,), words],
+            [jnp.bfloat16, jnp.float32, jnp.bfloat16, jnp.int32],
+            specs,
+            strict=True,
+        )
+    ]
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = jax.jit(mapped).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu_v2") == 2  # of 3 parts, and of one
+    assert "multimem" not in text  # NVLink multicast is left alone
+    # To XLA it is an ordinary kernel, which a CUDA graph can hold.
+    assert "all_reduce" not in text
+    assert "uses_collective_metadata = true" not in text
+
+
+@pytest.mark.parametrize("mode", ["ar", "ddtree"])
+def test_a_sharded_round_sums_its_layers_by_the_kernel(mode):
+    """XLA is left with the embedded rows: the nodes', and the block's."""
+    target, drafter = small_pair()
+    target = dataclasses.replace(target, hidden_size=512).for_shards(2)
+    drafter = dataclasses.replace(drafter, hidden_size=512).for_shards(2)
+    kernels, words = Kernels(mosaic=True), all_sum.address_words(2)
+    options = dict(axis="model", kernels=kernels, peers=words)
+    abstract = nnx.eval_shape(lambda: Models(target, drafter, **options, rngs=nnx.Rngs(0)))
+    graphdef, *states = nnx.split(abstract, nnx.Param, Peers)
+    assert len(jax.tree.leaves(states[1])) == 1  # all layers share it
+    decode = jax.eval_shape(
+        lambda: rounds.empty_state(abstract, 1, 128, 8, jnp.bfloat16, drafting=mode != "ar")
+    )
+
+    def program(parameters, peers, decode):
+        models = nnx.merge(graphdef, parameters, peers)
+        if mode == "ar":
+            return rounds.ar_round(models, decode, sampler=GREEDY)
+        return rounds.tree_round(models, decode, budget=20, sampler=GREEDY)
+
+    # Shapes of one shard everywhere: what is counted does not depend on them.
+    mesh = hopper_mesh(2)
     mapped = jax.shard_map(program, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
     where = NamedSharding(mesh, jax.P())
-    parts = jax.ShapeDtypeStruct((3, 64, 512), jnp.float32, sharding=where)
+    state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), states[0])
+    arguments = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+        (state, states[1], decode),
+    )
     with jax.sharding.use_abstract_mesh(mesh):
-        text = jax.jit(mapped).trace(parts).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("mosaic_gpu_v2") == 3
-    # Devices meet before the inbox is used, and not again.
-    assert text.count("skip_device_barrier = true") == 2
-    assert "multimem" not in text  # NVLink multicast is left alone
+        text = jax.jit(mapped).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.all_reduce") == {"ar": 1, "ddtree": 2}[mode]
+    assert "sum_add_norm_kernel" in text
+
+
+def test_inboxes_know_each_other():
+    """Own inbox, rank, and the inboxes in the order of the ranks; empty, and nothing done."""
+    mesh = jax.make_mesh((1, 1), ("data", "model"), devices=jax.devices()[:1])
+    inboxes = all_sum.open_inboxes(mesh, "model", 512)
+    low, high, rank, *others = np.asarray(inboxes.addresses).view(np.uint32)[0].tolist()
+    assert (low + (high << 32), rank) == (inboxes.memory[0].unsafe_buffer_pointer(), 0)
+    assert others == [low, high]
+    words = np.asarray(inboxes.memory[0])
+    done = all_sum.MAX_ROWS * all_sum.THREADS
+    assert (words[:done] == 0).all()
+    assert (words[done:] == all_sum.EMPTY).all()
+    assert len(words) == done + 2 * 1 * all_sum.MAX_ROWS * 512 // 2
 
 
 def test_unsupported_sums_say_why():
-    assert "float32" in all_sum.unsupported_reason(256, jnp.float32)
-    assert "rows of 100" in all_sum.unsupported_reason(100, jnp.bfloat16)
-    assert all_sum.unsupported_reason(4096, jnp.bfloat16) is None
+    assert "float32" in all_sum.unsupported_reason(1, 256, jnp.float32)
+    assert "rows of 640" in all_sum.unsupported_reason(1, 640, jnp.bfloat16)
+    assert "513 rows" in all_sum.unsupported_reason(513, 512, jnp.bfloat16)
+    assert all_sum.unsupported_reason(512, 4096, jnp.bfloat16) is None
 
 
 # Rows.

@@ -3,15 +3,15 @@
 A layer has two of them, after attention and after the MLP, and they are a matter of latency.
 """
 
+import functools
 import itertools
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from rich.table import Table
@@ -21,9 +21,10 @@ from ddtree_jax.commands.sweep import number_list
 from ddtree_jax.errors import InputError
 from ddtree_jax.sharding import DATA, MODEL, local_mesh
 from kernels_pallas import all_sum
-from kernels_pallas.dispatch import unavailable_reason
+from kernels_pallas.dispatch import REFERENCE, Kernels, unavailable_reason
 
 SUMS = 72  # in a row: those of 36 layers
+EPS = 1e-6
 LAPS, PROGRAMS = 5, 10
 
 
@@ -40,67 +41,72 @@ def add_parser(commands) -> None:
     add("--debug", action="store_true")
 
 
-class Way(NamedTuple):
-    """A way to sum: what a program begins with, and one sum: (x, of that, number) -> sum."""
-
-    begin: Callable[[jax.Array], Any]
-    one: Callable[[jax.Array, Any, int], jax.Array]
+# (residual, parts, norm weight, addresses of the inboxes) -> (sum with the residual, normed).
+Way = Callable[..., tuple[jax.Array, jax.Array]]
 
 
-def _open(x: jax.Array) -> all_sum.Inbox:
-    return all_sum.open_inbox(SUMS, *x.shape, axis=MODEL, mesh_axes=(DATA, MODEL))
+def alone(kernels: Kernels, x, parts, weight, peers):
+    """No sum over the devices, only what comes with it."""
+    return kernels.add_norm(x, parts, weight, EPS)
 
 
-def _kernel(x: jax.Array, inbox: all_sum.Inbox, number: int) -> jax.Array:
-    which = jnp.full((1,), number, jnp.int32)
-    return all_sum.all_sum(x[None], inbox, which, axis=MODEL, mesh_axes=(DATA, MODEL))
+def by_reference(kernels: Kernels, x, parts, weight, peers):
+    return all_sum.reference(x, parts, weight, EPS, MODEL)
 
 
-NOTHING = Way(lambda _: None, lambda x, _, number: x * 2)
-REFERENCE = Way(lambda _: None, lambda x, _, number: all_sum.reference(x[None], MODEL))
-WAYS = {
-    "XLA": Way(lambda _: None, lambda x, _, number: lax.psum(x, MODEL)),
-    "kernel": Way(_open, _kernel),
-}
+def by_xla(kernels: Kernels, x, parts, weight, peers):
+    return kernels.add_norm(x, parts, weight, EPS, axis=MODEL)
 
 
-def program(way: Way, mesh: Mesh, sums: int) -> Callable[[jax.Array], jax.Array]:
-    """Sums in a row, each of the mean before; [devices * rows, size] -> what each device holds."""
+def by_kernel(kernels: Kernels, x, parts, weight, peers):
+    return kernels.add_norm(x, parts, weight, EPS, axis=MODEL, peers=peers[0])
 
-    def run(x: jax.Array) -> jax.Array:
-        begun = way.begin(x)
+
+WAYS = {"XLA": by_xla, "kernel": by_kernel}
+
+
+def program(way: Way, mesh: Mesh, sums: int, kernels: Kernels = REFERENCE) -> Callable:
+    """Sums in a row, each of what the one before gave and of what the devices began with.
+
+    (x [devices * rows, size], addresses) -> the residual that each device holds, likewise.
+    """
+
+    def run(x: jax.Array, addresses: jax.Array | None) -> jax.Array:
+        weight = jnp.ones(x.shape[-1:], x.dtype)
+        residual, normed = jnp.zeros_like(x), x
         for number in range(sums):
-            x = x if number == 0 else x * jnp.bfloat16(1 / mesh.shape[MODEL])
-            x = lax.optimization_barrier(way.one(x, begun, number))
-        return x
+            parts = (normed if number == 0 else normed + x)[None]
+            residual, normed = way(kernels, residual, parts, weight, addresses)
+        return residual
 
     spec = P(MODEL)
-    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    return jax.jit(
+        jax.shard_map(
+            run, mesh=mesh, in_specs=(spec, P((DATA, MODEL))), out_specs=spec, check_vma=False
+        )
+    )
 
 
-def microseconds(program: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:
+def microseconds(program: Callable[[], jax.Array]) -> float:
     """Of one sum, many programs in flight."""
-    program(x).block_until_ready()
+    program().block_until_ready()
     laps = []
     for _ in range(LAPS):
         started = time.perf_counter()
-        [program(x) for _ in range(PROGRAMS)][-1].block_until_ready()
+        [program() for _ in range(PROGRAMS)][-1].block_until_ready()
         laps.append((time.perf_counter() - started) / PROGRAMS)
     return 1e6 * float(np.median(laps)) / SUMS
 
 
-def off(way: Way, mesh: Mesh, x: jax.Array) -> dict[str, Any]:
-    """Whether sums are the same on all devices, and how far one is from that in float64."""
-    shards = mesh.shape[MODEL]
-
-    def sums(count: int) -> np.ndarray:
-        got = program(way, mesh, count)(x).astype(jnp.float32)
-        return np.asarray(got, np.float64).reshape(shards, -1)
-
-    one, last = sums(1), sums(SUMS)
+def off(first: jax.Array, last: jax.Array, x: jax.Array, shards: int) -> dict[str, Any]:
+    """Whether the devices hold the same after one sum of x and after many, and the error of one."""
+    one, many = (
+        np.asarray(sums.astype(jnp.float32), np.float64).reshape(shards, -1)
+        for sums in (first, last)
+    )
     exact = np.asarray(x.astype(jnp.float32), np.float64).reshape(shards, -1).sum(axis=0)
     return {
-        "same": bool((one == one[0]).all() and (last == last[0]).all()),
+        "same": bool((one == one[0]).all() and (many == many[0]).all()),
         "error": float(np.abs(one[0] - exact).max()),
     }
 
@@ -114,25 +120,32 @@ def run(args) -> int:
     mesh = local_mesh(1, args.tp)
     assert mesh is not None
     unavailable = unavailable_reason()
+    reason = unavailable or all_sum.unsupported_reason(max(counts), args.size, jnp.bfloat16)
+    kernels = Kernels(mosaic=unavailable is None)
+    inboxes = None if reason else all_sum.open_inboxes(mesh, MODEL, args.size)
+    addresses = inboxes.addresses if inboxes else None
     rows: list[dict[str, Any]] = []
     with shell.console(stderr=True).status("Sums") as status:
         for count, (name, way) in itertools.product(counts, WAYS.items()):
-            reason = all_sum.unsupported_reason(args.size, jnp.bfloat16)
-            if name == "kernel" and (unavailable or reason):
+            if way is by_kernel and reason:
                 continue
             status.update(f"{name}, {count} rows")
             x = jax.random.normal(jax.random.key(0), (args.tp * count, args.size), jnp.bfloat16)
             x = jax.device_put(x, jax.NamedSharding(mesh, P(MODEL)))
-            alone = microseconds(program(NOTHING, mesh, SUMS), x)
-            whole = microseconds(program(way, mesh, SUMS), x)
+
+            def result(way: Way, sums: int, x=x) -> Callable[[], jax.Array]:
+                return functools.partial(program(way, mesh, sums, kernels), x, addresses)
+
+            norms = microseconds(result(alone, SUMS))
+            whole = microseconds(result(way, SUMS))
             rows.append(
                 {
                     "way": name,
                     "rows": count,
                     "size": args.size,
-                    "us": whole - alone,
-                    "us_with_scaling": whole,
-                    **off(way, mesh, x),
+                    "us": whole - norms,
+                    "us_with_norm": whole,
+                    **off(result(way, 1)(), result(way, SUMS)(), x, args.tp),
                 }
             )
     device = jax.devices()[0].device_kind
@@ -140,15 +153,16 @@ def run(args) -> int:
         title=f"A sum of rows x {args.size} bfloat16 over {args.tp} x {device}, among {SUMS} in a "
         "row"
     )
-    for column in ("by", "rows", "us", "same on all", "error"):
+    for column in ("by", "rows", "us", "with residual and norm", "same on all", "error"):
         table.add_column(column, justify="left" if column == "by" else "right")
     for row in rows:
         same = "yes" if row["same"] else "NO"
-        table.add_row(row["way"], str(row["rows"]), f"{row['us']:.1f}", same, f"{row['error']:.2g}")
+        times = (f"{row[key]:.1f}" for key in ("us", "us_with_norm"))
+        table.add_row(row["way"], str(row["rows"]), *times, same, f"{row['error']:.2g}")
     if args.json != "-":
         shell.console().print(table)
-        if unavailable:
-            shell.console().print(f"Without the kernel: {unavailable}.")
+        if reason:
+            shell.console().print(f"Without the kernel: {reason}.")
     if args.json:
         shell.write_json(args.json, {"schema": 1, "device": device, "tp": args.tp, "rows": rows})
     return shell.OK if all(row["same"] for row in rows) else shell.FAILED

@@ -9,6 +9,7 @@ from flax import nnx
 
 from ddtree_jax.config import DrafterConfig, TargetConfig
 from ddtree_jax.models.drafter import Drafter
+from ddtree_jax.models.layers import Peers
 from ddtree_jax.models.target import Target
 from kernels_pallas.dispatch import REFERENCE, Kernels
 
@@ -33,6 +34,7 @@ class Models(nnx.Module):
 
     axis: mesh axis of tensor parallelism, or None on one device. With `whole_drafter` every device
     holds and runs the drafter as a whole; embedding and head, which are the target's, stay split.
+    peers: words of the `Peers` through which kernels sum over the axis, 0 for sums by XLA.
     """
 
     def __init__(
@@ -42,14 +44,16 @@ class Models(nnx.Module):
         *,
         axis: str | None = None,
         whole_drafter: bool = False,
+        peers: int = 0,
         kernels: Kernels = REFERENCE,
         rngs: nnx.Rngs,
     ):
-        self.target = Target(target, axis=axis, kernels=kernels, rngs=rngs)
-        shared: dict[str, Any] = dict(kernels=kernels, rngs=rngs)
+        inboxes = Peers(jnp.zeros((peers,), jnp.int32)) if peers else None
+        shared: dict[str, Any] = dict(peers=inboxes, kernels=kernels, rngs=rngs)
+        self.target = Target(target, axis=axis, **shared)
         shared["axis"] = None if whole_drafter else axis
         self.drafter = None if drafter is None else Drafter(drafter, **shared)
         self.kernels = kernels
 
 
-__all__ = ["Drafter", "Models", "Target", "parameter_name", "parameter_shapes"]
+__all__ = ["Drafter", "Models", "Peers", "Target", "parameter_name", "parameter_shapes"]

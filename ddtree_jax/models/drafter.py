@@ -10,7 +10,7 @@ from flax import nnx
 
 from ddtree_jax.cache import Cache, Pending
 from ddtree_jax.config import DrafterConfig
-from ddtree_jax.models.layers import DecoderLayer, RMSNorm, linear, param, rope_tables
+from ddtree_jax.models.layers import DecoderLayer, Peers, RMSNorm, linear, param, rope_tables
 from kernels_pallas.dispatch import REFERENCE, Kernels
 
 
@@ -22,6 +22,7 @@ class Drafter(nnx.Module):
         config: DrafterConfig,
         *,
         axis: str | None = None,
+        peers: Peers | None = None,
         kernels: Kernels = REFERENCE,
         rngs: nnx.Rngs,
     ):
@@ -30,7 +31,7 @@ class Drafter(nnx.Module):
         self.hidden_norm = RMSNorm(d, config.rms_norm_eps, rngs=rngs)
         self.layers = nnx.List(
             [
-                DecoderLayer(config, axis=axis, kernels=kernels, rngs=rngs)
+                DecoderLayer(config, axis=axis, peers=peers, kernels=kernels, rngs=rngs)
                 for _ in range(config.num_layers)
             ]
         )

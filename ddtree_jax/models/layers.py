@@ -119,15 +119,15 @@ def rope_tables(
     return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
 
 
-def settle(parts_smd: jax.Array, axis: str | None, bias_d: jax.Array | None, dtype) -> jax.Array:
-    """Partial sums [s, m, d] that are left to add up on this shard: all of them, or one [1, m, d].
+class Peers(nnx.Variable):
+    """Where a device finds the inboxes of its group (kernels_pallas/all_sum.py), int32 [words]."""
 
-    The tensor-parallel sum and a bias need the sum itself.
-    """
-    if axis is None and bias_d is None:
-        return parts_smd
-    y_md = all_sum(rows.total(parts_smd, dtype), axis)
-    return (y_md if bias_d is None else y_md + bias_d)[None]
+
+def add_bias(parts_smd: jax.Array, bias_d: jax.Array, dtype, axis: str | None = None) -> jax.Array:
+    """One partial sum [1, m, d] with the bias, which only the first of summed shards adds."""
+    if axis is not None:
+        bias_d = jnp.where(lax.axis_index(axis) == 0, bias_d, 0)
+    return (rows.total(parts_smd, dtype) + bias_d)[None]
 
 
 class Attention(nnx.Module):
@@ -167,7 +167,7 @@ class Attention(nnx.Module):
         k, heads, h = weight.shape[1:]
         parts = self.kernels.matmul(x_bnd.reshape(-1, d), weight.reshape(d, -1))
         if self.bias:
-            parts = settle(parts, None, self.bqkv_kgh[...].reshape(-1), x_bnd.dtype)
+            parts = add_bias(parts, self.bqkv_kgh[...].reshape(-1), x_bnd.dtype)
         gate = None
         if self.gated:
             whole = rows.total(parts, x_bnd.dtype).reshape(-1, k, heads, h)
@@ -191,7 +191,7 @@ class Attention(nnx.Module):
         window: int | None = None,
         gate_bnkgh: jax.Array | None = None,
     ) -> jax.Array:
-        """Partial sums [s, b * n, d] of the attention output projected back.
+        """Partial sums [s, b * n, d] of the attention output projected back, of this shard.
 
         Arguments as for `kernels_pallas.tree_attention`; `gate_bnkgh` from `project`.
         """
@@ -201,41 +201,45 @@ class Attention(nnx.Module):
         weight = self.wo_kghd[...]
         width = math.prod(weight.shape[:3])
         parts = self.kernels.matmul(o.reshape(-1, width), weight.reshape(width, -1))
-        return settle(parts, self.axis, self.bo_d[...] if self.bias else None, o.dtype)
+        return add_bias(parts, self.bo_d[...], o.dtype, self.axis) if self.bias else parts
 
 
 class MLP(nnx.Module):
     """SwiGLU, gate and up in one projection [d, 2, f]."""
 
-    def __init__(
-        self, config: DecoderConfig, *, axis: str | None, kernels: Kernels, rngs: nnx.Rngs
-    ):
+    def __init__(self, config: DecoderConfig, *, kernels: Kernels, rngs: nnx.Rngs):
         d, f = config.hidden_size, config.intermediate_size
         self.gate_up_d2f = param(rngs, (d, 2, f), (None, None, "mlp"))
         self.down_fd = param(rngs, (f, d), ("mlp", None))
-        self.axis, self.kernels = axis, kernels
+        self.kernels = kernels
 
     def __call__(self, x_md: jax.Array) -> jax.Array:
-        """Partial sums [s, m, d]."""
+        """Partial sums [s, m, d] of this shard."""
         hidden = self.kernels.gated_matmul(x_md, self.gate_up_d2f[...])
-        return settle(self.kernels.matmul(hidden, self.down_fd[...]), self.axis, None, x_md.dtype)
+        return self.kernels.matmul(hidden, self.down_fd[...])
 
 
 class Layer(nnx.Module):
     """A pre-norm layer without what mixes its rows: the norms and the MLP.
 
     A norm runs together with the addition before it, so a layer takes its input normed and norms
-    its output for the next one.
+    its output for the next one. What is added are the partial sums of all shards.
     """
 
     def __init__(
-        self, config: DecoderConfig, *, axis: str | None, kernels: Kernels, rngs: nnx.Rngs
+        self,
+        config: DecoderConfig,
+        *,
+        axis: str | None,
+        peers: Peers | None = None,
+        kernels: Kernels,
+        rngs: nnx.Rngs,
     ):
         d, eps, centred = config.hidden_size, config.rms_norm_eps, config.centred_norm
         self.input_norm = RMSNorm(d, eps, centred=centred, rngs=rngs)
         self.mlp_norm = RMSNorm(d, eps, centred=centred, rngs=rngs)
-        self.mlp = MLP(config, axis=axis, kernels=kernels, rngs=rngs)
-        self.kernels = kernels
+        self.mlp = MLP(config, kernels=kernels, rngs=rngs)
+        self.axis, self.peers, self.kernels = axis, peers, kernels
 
     def finish(
         self, x_bnd: jax.Array, attended_smd: jax.Array, next_norm: RMSNorm
@@ -244,12 +248,15 @@ class Layer(nnx.Module):
 
         Args:
           x_bnd: the layer's input.
-          attended_smd: partial sums of what attention adds to it.
+          attended_smd: this shard's partial sums of what attention adds to it.
         """
+        peers = None if self.peers is None else self.peers[...]
 
         def add(x_md, parts_smd, norm):
-            weight = norm.weight_d[...]
-            return self.kernels.add_norm(x_md, parts_smd, weight, norm.eps, centred=norm.centred)
+            arguments = (x_md, parts_smd, norm.weight_d[...], norm.eps)
+            return self.kernels.add_norm(
+                *arguments, centred=norm.centred, axis=self.axis, peers=peers
+            )
 
         x, normed = add(x_bnd.reshape(-1, x_bnd.shape[-1]), attended_smd, self.mlp_norm)
         x, normed = add(x, self.mlp(normed), next_norm)
@@ -260,7 +267,13 @@ class DecoderLayer(Layer):
     """A layer with softmax attention. Who attends to what is the caller's business."""
 
     def __init__(
-        self, config: DecoderConfig, *, axis: str | None, kernels: Kernels, rngs: nnx.Rngs
+        self,
+        config: DecoderConfig,
+        *,
+        axis: str | None,
+        peers: Peers | None = None,
+        kernels: Kernels,
+        rngs: nnx.Rngs,
     ):
-        super().__init__(config, axis=axis, kernels=kernels, rngs=rngs)
+        super().__init__(config, axis=axis, peers=peers, kernels=kernels, rngs=rngs)
         self.attention = Attention(config, axis=axis, kernels=kernels, rngs=rngs)

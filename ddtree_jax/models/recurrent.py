@@ -14,7 +14,7 @@ from jax import lax
 from ddtree_jax import gated_delta
 from ddtree_jax.config import DecoderConfig
 from ddtree_jax.gated_delta import Nodes, Recurrent
-from ddtree_jax.models.layers import Layer, RMSNorm, linear, param, settle
+from ddtree_jax.models.layers import Layer, Peers, RMSNorm, linear, param
 from kernels_pallas.dispatch import Kernels
 
 
@@ -65,7 +65,7 @@ class GatedDelta(nnx.Module):
     def __call__(
         self, x_bnd: jax.Array, carried: Recurrent, paths: Paths
     ) -> tuple[jax.Array, Nodes | Recurrent]:
-        """Partial sums [s, b * n, d] of the output, and what is pending of the nodes."""
+        """This shard's partial sums [s, b * n, d] of the output, and what is pending then."""
         c, (b, n, _) = self.config, x_bnd.shape
         x, r, y = c.key_dim, c.group_size, c.value_dim
         projected = linear(x_bnd, self.win_dkc[...])
@@ -94,15 +94,20 @@ class GatedDelta(nnx.Module):
         weight = self.wo_kryd[...]
         width = math.prod(weight.shape[:3])
         o = o.astype(x_bnd.dtype).reshape(-1, width)
-        parts = self.kernels.matmul(o, weight.reshape(width, -1))
-        return settle(parts, self.axis, None, x_bnd.dtype), pending
+        return self.kernels.matmul(o, weight.reshape(width, -1)), pending
 
 
 class RecurrentLayer(Layer):
     """A layer with Gated DeltaNet."""
 
     def __init__(
-        self, config: DecoderConfig, *, axis: str | None, kernels: Kernels, rngs: nnx.Rngs
+        self,
+        config: DecoderConfig,
+        *,
+        axis: str | None,
+        peers: Peers | None = None,
+        kernels: Kernels,
+        rngs: nnx.Rngs,
     ):
-        super().__init__(config, axis=axis, kernels=kernels, rngs=rngs)
+        super().__init__(config, axis=axis, peers=peers, kernels=kernels, rngs=rngs)
         self.delta = GatedDelta(config, axis=axis, kernels=kernels, rngs=rngs)

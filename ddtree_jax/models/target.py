@@ -10,6 +10,7 @@ from ddtree_jax.cache import Cache, Pending
 from ddtree_jax.config import TargetConfig
 from ddtree_jax.models.layers import (
     DecoderLayer,
+    Peers,
     RMSNorm,
     all_sum,
     linear,
@@ -26,6 +27,7 @@ class Target(nnx.Module):
     Args:
       config: the model.
       axis: mesh axis of tensor parallelism, or None on one device.
+      peers: lets a kernel sum over that axis.
       kernels: implementations of the operations that have kernels.
     """
 
@@ -34,6 +36,7 @@ class Target(nnx.Module):
         config: TargetConfig,
         *,
         axis: str | None = None,
+        peers: Peers | None = None,
         kernels: Kernels = REFERENCE,
         rngs: nnx.Rngs,
     ):
@@ -42,7 +45,7 @@ class Target(nnx.Module):
         self.layers = nnx.List(
             [
                 (RecurrentLayer if config.is_recurrent(index) else DecoderLayer)(
-                    config, axis=axis, kernels=kernels, rngs=rngs
+                    config, axis=axis, peers=peers, kernels=kernels, rngs=rngs
                 )
                 for index in range(config.num_layers)
             ]
