@@ -1,6 +1,7 @@
 """Drafter training: packing, the loss against the decoding path, the loop, export, the command."""
 
 import dataclasses
+import itertools
 import json
 
 import jax
@@ -8,13 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from pairs import ORACLE, golden, jitted, models, rarely
+from pairs import ORACLE, engine, golden, jitted, models, rarely
 
 import convert
 from convert.export import export_drafter
 from ddtree_jax import cache as caches
 from ddtree_jax import tree as trees
+from ddtree_jax.commands import train
 from ddtree_jax.commands.train import _parser, drafter_config, main
+from ddtree_jax.errors import InputError
 from ddtree_jax.models import Drafter, parameter_name
 from ddtree_jax.shapes import SHAPES
 from ddtree_jax.training import data, loop, loss
@@ -22,24 +25,36 @@ from ddtree_jax.training import data, loop, loss
 NAME = "qwen3_gqa"
 
 
-def documents(name=NAME, count=16, copies=1):
-    """The golden texts of a pair as (prompt, answer) documents."""
+def documents(name=NAME, count=16, copies=1, temperatures=(0.0,)):
+    """The golden texts of a pair as documents, as if sampled at these temperatures in turn."""
     stored = golden(name)
-    pairs = list(zip(stored["prompts"], stored["ar"], strict=True))[:count]
-    return data.Documents.of(pairs * copies)
+    pairs = list(zip(stored["prompts"], stored["ar"], strict=True))[:count] * copies
+    heat = itertools.cycle(temperatures)
+    return data.Documents.of((*pair, next(heat)) for pair in pairs)
 
 
 def test_documents_survive_the_disk(tmp_path):
-    docs = documents()
+    docs = documents(temperatures=(0.0, 0.75))
     docs.save(tmp_path / "a.npz")
     docs.save(tmp_path / "b.npz")
     both = data.Documents.load([tmp_path / "a.npz", tmp_path / "b.npz"])
     assert len(both) == 32
     assert both.answer_tokens == 2 * docs.answer_tokens == 2 * 16 * 80
     second = both.select(np.arange(32) >= 16)
-    for field in ("tokens", "starts", "answers"):
-        np.testing.assert_array_equal(getattr(second, field), getattr(docs, field))
+    for field in dataclasses.fields(docs):
+        stored, expected = getattr(second, field.name), getattr(docs, field.name)
+        np.testing.assert_array_equal(stored, expected)
+        assert stored.dtype == expected.dtype
+    assert docs.temperatures.tolist() == [0.0, 0.75] * 8
+    assert docs.prompts() == [tuple(prompt) for prompt in golden(NAME)["prompts"][:16]]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.npz", "b.npz"]
+
+
+def test_documents_of_unknown_temperature_are_refused(tmp_path):
+    docs = documents()
+    np.savez(tmp_path / "old.npz", tokens=docs.tokens, starts=docs.starts, answers=docs.answers)
+    with pytest.raises(InputError, match=r"old\.npz has no temperatures; generate the data again"):
+        data.Documents.load([tmp_path / "old.npz"])
 
 
 def test_a_hybrids_drafter_is_plain():
@@ -55,7 +70,7 @@ def test_a_hybrids_drafter_is_plain():
 
 @pytest.mark.parametrize("length", [50, 128, 300])
 def test_packing_keeps_every_document_whole(length):
-    docs = documents()
+    docs = documents(temperatures=(0.0, 0.75, 1.0))
     rows = data.pack(docs, length, seed=1)
     found = []
     for row in range(len(rows)):
@@ -63,10 +78,12 @@ def test_packing_keeps_every_document_whole(length):
             inside = rows.document[row] == number
             tokens = rows.tokens[row][inside]
             np.testing.assert_array_equal(rows.position[row][inside], np.arange(len(tokens)))
-            found.append((tokens.tolist(), int((~rows.in_answer[row][inside]).sum())))
+            (heat,) = set(rows.temperature[row][inside].tolist())
+            found.append((tokens.tolist(), int((~rows.in_answer[row][inside]).sum()), heat))
+    splits = zip(docs.starts, docs.starts[1:], docs.answers, docs.temperatures, strict=False)
     expected = [
-        (docs.tokens[begin : min(end, begin + length)].tolist(), int(split))
-        for begin, end, split in zip(docs.starts, docs.starts[1:], docs.answers, strict=False)
+        (docs.tokens[begin : min(end, begin + length)].tolist(), int(split), float(heat))
+        for begin, end, split, heat in splits
     ]
     assert sorted(found) == sorted(expected)
 
@@ -81,7 +98,7 @@ def test_the_loss_sees_what_decoding_sees(name):
     places = np.flatnonzero(batch["in_answer"][0])[[3, 130]]
 
     def packed_logits(pair, batch, places):
-        features = loss.features_of(pair.target, config.target_layer_ids, batch)
+        _, features = loss.features_of(pair.target, config.target_layer_ids, batch)
         return loss.block_logits(pair.drafter, pair.target, features, batch, places)
 
     def decoded_logits(pair, before, ids):
@@ -104,6 +121,107 @@ def test_the_loss_sees_what_decoding_sees(name):
         ids[0, 0] = batch["tokens"][0, place]
         expected = jitted(pair, decoded_logits)(before, jnp.asarray(ids))
         np.testing.assert_allclose(logits[:, :vocab], expected[:, :vocab], atol=2e-4)
+
+
+def slots_of(pair, batch, anchors, config):
+    """NumPy's (slot, weight, temperature, token, target's logits, drafter's) of counted slots.
+
+    The target's logits are those of each document alone.
+    """
+
+    def alone(pair, tokens):
+        zero, chain = jnp.zeros((1,), jnp.int32), trees.chain(tokens)
+        nothing = caches.empty(pair.target.config, 1, 0, jnp.float32)
+        hidden, _, _ = pair.target(nothing, tokens, chain.depths, chain.ancestors, zero)
+        return pair.target.logits(hidden[0])
+
+    def drafted(pair, batch, anchors):
+        _, features = loss.features_of(pair.target, pair.drafter.config.target_layer_ids, batch)
+        return loss.block_logits(pair.drafter, pair.target, features, batch, anchors)
+
+    vocab = pair.target.config.vocab_size
+    alone = jitted(pair, alone)
+    logits = np.asarray(jitted(pair, drafted)(batch, anchors), np.float64)[..., :vocab]
+    for row, document in enumerate(batch["document"]):
+        for number in range(document.max() + 1):
+            places = np.flatnonzero(document == number)
+            tokens = batch["tokens"][row, places]
+            target = np.asarray(alone(tokens[None]), np.float64)[:, :vocab]
+            for index, anchor in enumerate(np.asarray(anchors[row])):
+                for slot in range(pair.drafter.config.block_size - 1):
+                    at = anchor - places[0] + slot + 1
+                    if anchor in places and at < len(places):
+                        weight = np.exp(-slot / config.gamma)
+                        heat = float(batch["temperature"][row, anchor])
+                        given = target[at - 1], logits[row, index, slot]
+                        yield slot, weight, heat, tokens[at], *given
+
+
+@pytest.mark.parametrize("temperatures", [(0.0, 0.0), (0.0, 0.8), (1.5, 1.0)])
+def test_the_loss_is_the_cross_entropy_with_what_tokens_were_drawn_from(temperatures):
+    """In NumPy; of greedy documents that is the tokens themselves."""
+    pair = models(NAME)
+    config = loss.LossConfig(anchors=24)
+    docs = documents(count=4, temperatures=temperatures)
+    rows = data.pack(docs, 200, seed=0)  # a row holds more than one document, and padding
+    batch = rows.take(np.arange(2))
+    assert (batch["document"].max(axis=1) == 1).all()
+    assert (batch["document"] == -1).any()
+    key = jax.random.key(1)
+
+    def of_pair(pair, batch):
+        return loss.block_loss(pair.drafter, pair.target, batch, key, config)
+
+    value, metrics = jitted(pair, of_pair)(batch)
+    anchors, real = loss.pick_anchors(key, batch, config.anchors)
+    assert real.all()
+    total = weights = 0.0
+    overlaps = {slot: [] for slot in range(pair.drafter.config.block_size - 1)}
+    hits = {slot: [] for slot in overlaps}
+    for slot, weight, heat, token, target, drafted in slots_of(pair, batch, anchors, config):
+        label = np.zeros_like(target)
+        label[token] = 1
+        if heat > 0:
+            label = np.exp((target - target.max()) / heat)
+            label /= label.sum()
+        log_q = drafted - drafted.max()
+        log_q -= np.log(np.exp(log_q).sum())
+        total, weights = total - weight * (label * log_q).sum(), weights + weight
+        if heat > 0:
+            overlaps[slot].append(np.minimum(label, np.exp(log_q)).sum())
+        else:
+            hits[slot].append(np.argmax(drafted) == token)
+    assert value == metrics["loss"]
+    np.testing.assert_allclose(value, total / weights, rtol=2e-5)
+    means = {"overlap": overlaps, "slot_accuracy": hits}
+    for name, of_slot in means.items():
+        expected = [np.mean(values) if values else 0.0 for values in of_slot.values()]
+        np.testing.assert_allclose(metrics[name], expected, atol=2e-5, err_msg=name)
+
+
+def test_a_greedy_token_is_its_own_label():
+    logits = jnp.array([[3.0, -jnp.inf, 1e30, 0.0]] * 3)
+    heat, tokens = jnp.array([0.0, 1.0, 0.0]), jnp.array([3, 0, 0])
+    labels = loss.drawn_from(logits, heat, tokens)
+    np.testing.assert_array_equal(labels, [[0, 0, 0, 1], [0, 0, 1, 0], [1, 0, 0, 0]])
+
+
+def test_the_target_is_not_trained():
+    """Its layers get no gradient: neither by the features nor by the labels."""
+    pair = models(NAME)
+    batch = data.pack(documents(count=2, temperatures=(1.0,)), 256, seed=0).take(np.arange(1))
+    graphdef, state = nnx.split(pair)
+
+    def value(state):
+        pair = nnx.merge(graphdef, state)
+        config = loss.LossConfig(anchors=4)
+        return loss.block_loss(pair.drafter, pair.target, batch, jax.random.key(0), config)[0]
+
+    named = jax.tree.flatten_with_path(jax.jit(jax.grad(value))(state))[0]
+    moved = {parameter_name(path) for path, leaf in named if np.asarray(leaf).any()}
+    names = {parameter_name(path) for path, _ in named}
+    shared = {name for name in names if name in ("target.embed_vd", "target.head_dv")}
+    assert moved == shared | {name for name in names if name.startswith("drafter.")}
 
 
 @pytest.mark.exhaustive
@@ -130,7 +248,7 @@ def settings(**changes):
 @pytest.mark.exhaustive
 def test_training_learns_and_resumes_exactly(tmp_path):
     pair = models(NAME)
-    rows = data.pack(documents(copies=2), 128, seed=0)
+    rows = data.pack(documents(copies=2, temperatures=(0.0, 1.0)), 128, seed=0)
     losses = []
 
     def run(folder, config):
@@ -210,8 +328,58 @@ def test_an_exported_drafter_is_a_public_one(tmp_path):
         np.testing.assert_array_equal(loaded[name], value, err_msg=name)
 
 
+@pytest.fixture
+def prompt_file(tmp_path, monkeypatch):
+    """Golden prompts as a file for `generate`, on an engine for which a prompt is its number."""
+    stored = golden(NAME)["prompts"]
+    made = engine(NAME, batch_size=4, max_length=256)
+    monkeypatch.setattr(train.api, "load", lambda *args, **settings: made)
+    monkeypatch.setattr(train.api, "encode", lambda engine, text: stored[int(text)])
+    monkeypatch.setattr(train, "CHUNK", 3)
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps({"prompt": str(i)}) + "\n" for i in range(16)))
+    return path
+
+
+def test_parts_answer_every_prompt_once_and_go_on(tmp_path, prompt_file):
+    def generate(folder, *flags):
+        shared = ["--prompts", str(prompt_file), "--work", str(tmp_path / folder)]
+        shared += ["--max-new-tokens", "6", "--sampled", "0.5", "--temperature", "0.8"]
+        assert main(["generate", *shared, *flags]) == 0
+        paths = sorted((tmp_path / folder / "data").iterdir())
+        docs = data.Documents.load(paths)
+        texts = np.split(docs.tokens, docs.starts[1:-1])
+        heat = docs.temperatures.tolist()
+        return [path.name for path in paths], sorted(
+            (prompt, tuple(text[len(prompt) :].tolist()), temperature)
+            for prompt, text, temperature in zip(docs.prompts(), texts, heat, strict=True)
+        )
+
+    names, _ = generate("whole", "--part", "1/2")
+    assert names == [f"answers-1of2-000{number}.npz" for number in range(3)]
+    _, whole = generate("whole", "--part", "2/2")
+    stored = golden(NAME)
+    expected = dict(zip(map(tuple, stored["prompts"]), stored["ar"], strict=True))
+    assert sorted(prompt for prompt, _, _ in whole) == sorted(expected)
+    assert {heat for _, _, heat in whole} == {0.0, float(np.float32(0.8))}
+    greedy = {prompt: list(text) for prompt, text, heat in whole if heat == 0}
+    assert greedy == {prompt: expected[prompt][:6] for prompt in greedy}
+
+    names, some = generate("stopped", "--part", "2/2", "--minutes", "1e-9")
+    assert names == ["answers-2of2-0000.npz"]
+    assert len(some) == 3
+    generate("stopped", "--part", "1/2")
+    _, resumed = generate("stopped", "--part", "2/2")
+    assert resumed == whole
+    names, again = generate("stopped", "--part", "2/2")
+    assert again == whole
+
+
 def test_command_trains_and_exports(tmp_path, capsys):
-    documents().save(tmp_path / "data" / "answers-0000.npz")
+    docs = documents(temperatures=(0.0, 1.0))
+    first = np.arange(len(docs)) < 8
+    docs.select(first).save(tmp_path / "data" / "answers-1of2-0000.npz")
+    docs.select(~first).save(tmp_path / "data" / "answers-2of2-0000.npz")
     shared = ["--target", str(ORACLE / NAME / "target"), "--work", str(tmp_path)]
     shared += ["--layers", "1", "--block-size", "4", "--target-layer-ids", "0,2"]
     shared += ["--mask-token-id", "90", "--dtype", "float32"]
@@ -247,6 +415,11 @@ def test_command_trains_and_exports(tmp_path, capsys):
         ("train", ["--synthetic", "-1"], ["--synthetic is -1; expected at least 0"]),
         ("train", ["--sampled", "1.5"], ["--sampled is 1.5; expected 0 to 1"]),
         ("train", ["--sampled", "nan"], ["--sampled"]),
+        ("train", ["--temperature", "0"], ["--temperature is 0.0; expected more than 0"]),
+        ("train", ["--temperature", "nan"], ["--temperature"]),
+        ("train", ["--part", "3/2"], ["--part is 3/2; expected I/N, as in 1/2"]),
+        ("train", ["--part", "0/0"], ["--part is 0/0"]),
+        ("train", ["--part", "half"], ["--part is 'half'; expected I/N, as in 1/2"]),
         ("train", ["--minutes", "0"], ["--minutes is 0.0; expected more than 0"]),
         ("train", ["--seed", "-1"], ["--seed"]),
         ("train", ["--target-layer-ids", "1,a"], ["--target-layer-ids is '1,a'"]),

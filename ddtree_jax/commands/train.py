@@ -23,7 +23,7 @@ from ddtree_jax.training import data, prompts
 from ddtree_jax.training.loop import TrainConfig, train
 from ddtree_jax.training.loss import LossConfig
 
-CHUNK = 4096  # answers per data file
+CHUNK = 1024  # answers per data file: some seconds of work, lost if a process is killed
 
 
 def _parser() -> shell.Parser:
@@ -52,7 +52,14 @@ def _parser() -> shell.Parser:
         type=float,
         default=0.25,
         metavar="P",
-        help="fraction of the answers at temperature 0.7, the others greedy",
+        help="fraction of the answers that are sampled, the others greedy",
+    )
+    generate.add_argument("--temperature", type=float, default=1.0, help="of the sampled answers")
+    generate.add_argument(
+        "--part",
+        default="1/1",
+        metavar="I/N",
+        help="every N-th prompt from the I-th on: N processes, one a GPU, share the work",
     )
     generate.add_argument("--max-prompt-tokens", type=int, default=384)
     generate.add_argument("--minutes", type=float, default=60.0, help="stop generating after this")
@@ -97,6 +104,9 @@ def _check(args, steps: Sequence[str]) -> None:
         require(name, getattr(args, name) >= 0, "at least 0")
     require("block_size", 2 <= args.block_size <= MAX_BLOCK_SIZE, f"2 to {MAX_BLOCK_SIZE}")
     require("sampled", 0 <= args.sampled <= 1, "0 to 1")
+    require("temperature", 0 < args.temperature <= 100, "more than 0 and up to 100")
+    part, parts = _part(args)
+    require("part", 1 <= part <= parts, "I/N, as in 1/2, with I from 1 to N")
     require("seed", 0 <= args.seed < 2**32, "0 to 2^32 - 1")
     layer_ids = _layer_ids(args)
     distinct = len(set(layer_ids)) == len(layer_ids) and min(layer_ids) >= 0
@@ -116,6 +126,14 @@ def _layer_ids(args) -> tuple[int, ...]:
         raise InputError(
             f"--target-layer-ids is {args.target_layer_ids!r}; expected 1,8,14"
         ) from None
+
+
+def _part(args) -> tuple[int, int]:
+    try:
+        part, parts = map(int, args.part.split("/"))
+    except ValueError:
+        raise InputError(f"--part is {args.part!r}; expected I/N, as in 1/2") from None
+    return part, parts
 
 
 def drafter_config(target: TargetConfig, args) -> DrafterConfig:
@@ -147,9 +165,16 @@ def drafter_config(target: TargetConfig, args) -> DrafterConfig:
 
 
 def _generate(args, console: Console) -> None:
-    """Answers every prompt once; finished files are kept, so an interrupted run goes on."""
+    """Answers this part's prompts once; what finished files hold is not answered again.
+
+    A prompt's temperature and noise come from its place in the part: an interrupted run goes on as
+    if it had not been, and processes with different parts can share the folder.
+    """
     folder = Path(args.work) / "data"
-    texts = prompts.load_training(Path(args.prompts))
+    part, parts = _part(args)
+    name = f"answers-{part}of{parts}"
+    texts = prompts.load_training(Path(args.prompts))[part - 1 :: parts]
+    answered = {prompt for path in _files(args) for prompt in data.Documents.load([path]).prompts()}
     engine = api.load(
         args.target or api.BUNDLED,
         None,
@@ -158,58 +183,74 @@ def _generate(args, console: Console) -> None:
         prefill_chunk=128,
         max_length=1024,
     )
-    random.Random(args.seed).shuffle(texts)
     deadline = time.monotonic() + 60 * args.minutes
     if args.synthetic:
         texts = _synthetic(engine, args, console) + texts
-        random.Random(args.seed).shuffle(texts)
-    ids = [api.encode(engine, text) for text in texts]
-    ids = [prompt for prompt in ids if len(prompt) <= args.max_prompt_tokens]
-    done = sorted(folder.glob("answers-*.npz"))
-    ids = ids[sum(len(data.Documents.load([path])) for path in done) :]
-    hot = random.Random(args.seed + len(done))
-    temperatures = [0.7 if hot.random() < args.sampled else 0.0 for _ in ids]
+    random.Random(args.seed).shuffle(texts)
+    encoded = [api.encode(engine, text) for text in texts]
+    hot = random.Random(f"{args.seed}:{part}")
+    heat = [args.temperature if hot.random() < args.sampled else 0.0 for _ in texts]
+    requests = [
+        request
+        for request in zip(encoded, heat, _seeds(args, len(texts)), strict=True)
+        if len(request[0]) <= args.max_prompt_tokens and tuple(request[0]) not in answered
+    ]
+    if not requests:
+        console.print(f"{name}: every prompt is answered")
+        return
+    ids, temperatures, seeds = zip(*requests, strict=True)
     answers = data.answer(
-        engine,
-        ids,
-        temperatures=temperatures,
-        seed=args.seed + len(done),
-        max_new_tokens=args.max_new_tokens,
+        engine, ids, temperatures=temperatures, seeds=seeds, max_new_tokens=args.max_new_tokens
     )
-    number, total, started = len(done), 0, time.monotonic()
-    for part in itertools.batched(answers, CHUNK):
-        documents = data.Documents.of((each.prompt_ids, each.output_ids) for each in part)
-        documents.save(folder / f"answers-{number:04d}.npz")
+    total, started = 0, time.monotonic()
+    first = len(list(folder.glob(f"{name}-*.npz")))
+    for number, some in enumerate(itertools.batched(answers, CHUNK), first):
+        documents = data.Documents.of(
+            (each.prompt_ids, each.output_ids, temperatures[index]) for index, each in some
+        )
+        documents.save(folder / f"{name}-{number:04d}.npz")
         total += documents.answer_tokens
         console.print(
-            f"answers-{number:04d}: {len(documents)} answers, {total} tokens so far, "
+            f"{name}-{number:04d}: {len(documents)} answers, {total} tokens so far, "
             f"{total / (time.monotonic() - started):.0f} tokens/s"
         )
-        number += 1
         if time.monotonic() > deadline:
             console.print("Time is up; the rest of the prompts is left out.")
             break
 
 
+def _files(args) -> list[Path]:
+    """The finished data files of all parts."""
+    return sorted((Path(args.work) / "data").glob("answers-*.npz"))
+
+
+def _seeds(args, count: int) -> list[int]:
+    """Seeds of this part's requests, no two of all parts the same."""
+    part, parts = _part(args)
+    return [(args.seed * 1_000_003 + part - 1 + parts * index) % 2**32 for index in range(count)]
+
+
 def _synthetic(engine, args, console: Console) -> list[str]:
-    """User turns that the target itself makes up after the beginning of one."""
+    """User turns that the target itself makes up after the beginning of one: a part's share."""
+    part, parts = _part(args)
+    count = len(range(part - 1, args.synthetic, parts))
     mark = "\0"
     whole = engine.tokenizer.apply_chat_template(
         [{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=False
     )
     prefix = engine.tokenizer.encode(whole[: whole.index(mark)])
     made = set()
-    for generation in data.answer(
+    for _, generation in data.answer(
         engine,
-        [prefix] * args.synthetic,
-        temperatures=[1.0] * args.synthetic,
-        seed=args.seed,
+        [prefix] * count,
+        temperatures=[1.0] * count,
+        seeds=_seeds(args, count),
         max_new_tokens=160,
     ):
         text = engine.with_text(generation).text.strip()
         if generation.finish_reason == "stop" and 15 <= len(text) <= 800:
             made.add(text)
-    console.print(f"{len(made)} synthetic prompts of {args.synthetic}")
+    console.print(f"{len(made)} synthetic prompts of {count}")
     return sorted(made)
 
 
@@ -229,9 +270,7 @@ def _train(args, console: Console) -> None:
     config = drafter_config(source.config, args)
     work = Path(args.work)
     with console.status("Packing"):
-        rows, held = _held_out(
-            sorted((work / "data").glob("answers-*.npz")), args.row_length, args.seed
-        )
+        rows, held = _held_out(_files(args), args.row_length, args.seed)
     filled = (rows.document >= 0).mean()
     console.print(
         f"{len(rows)} rows of {args.row_length} ({filled:.0%} filled, "
@@ -249,7 +288,8 @@ def _train(args, console: Console) -> None:
         last.update(entry)
         console.print(
             f"step {entry['step']:6d}  {entry['kind']:9s}  loss {entry['loss']:.3f}  "
-            f"tau {entry['tau']:.3f}  slots {entry['slot_accuracy'][:4]}  {entry['seconds']:.0f} s"
+            f"tau {entry['tau']:.3f}  slots {entry['slot_accuracy'][:3]}  "
+            f"overlap {entry['overlap'][:3]}  {entry['seconds']:.0f} s"
         )
 
     train_config = TrainConfig(

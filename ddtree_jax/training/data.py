@@ -17,12 +17,14 @@ class Documents:
     """Token sequences, one after another.
 
     tokens: int32, flat. starts: int64 [documents + 1], where each begins. answers: int32
-    [documents], the offset in each document at which the target's answer begins.
+    [documents], the offset in each document at which the target's answer begins. temperatures:
+    float32 [documents], at which the answers were sampled; 0 is greedy.
     """
 
     tokens: np.ndarray
     starts: np.ndarray
     answers: np.ndarray
+    temperatures: np.ndarray
 
     def __len__(self) -> int:
         return len(self.answers)
@@ -31,23 +33,33 @@ class Documents:
     def answer_tokens(self) -> int:
         return len(self.tokens) - int(self.answers.sum())
 
+    def prompts(self) -> list[tuple[int, ...]]:
+        """The prompt ids of each document."""
+        ends = self.starts[:-1] + self.answers
+        return [
+            tuple(self.tokens[start:end].tolist())
+            for start, end in zip(self.starts[:-1], ends, strict=True)
+        ]
+
     @staticmethod
-    def of(pairs: Iterable[tuple[Sequence[int], Sequence[int]]]) -> "Documents":
-        """From (prompt ids, answer ids) pairs."""
-        pairs = list(pairs)
-        lengths = [len(prompt) + len(answer) for prompt, answer in pairs]
-        flat = [token for prompt, answer in pairs for part in (prompt, answer) for token in part]
+    def of(answered: Iterable[tuple[Sequence[int], Sequence[int], float]]) -> "Documents":
+        """From (prompt ids, answer ids, temperature) triples."""
+        answered = list(answered)
+        lengths = [len(prompt) + len(answer) for prompt, answer, _ in answered]
+        parts = (part for prompt, answer, _ in answered for part in (prompt, answer))
         return Documents(
-            np.array(flat, np.int32),
+            np.array([token for part in parts for token in part], np.int32),
             np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-            np.array([len(prompt) for prompt, _ in pairs], np.int32),
+            np.array([len(prompt) for prompt, _, _ in answered], np.int32),
+            np.array([temperature for _, _, temperature in answered], np.float32),
         )
 
     def select(self, chosen: np.ndarray) -> "Documents":
         """The documents where `chosen` [documents] is true."""
         lengths = np.diff(self.starts)
         starts = np.concatenate([[0], np.cumsum(lengths[chosen])]).astype(np.int64)
-        return Documents(self.tokens[np.repeat(chosen, lengths)], starts, self.answers[chosen])
+        tokens = self.tokens[np.repeat(chosen, lengths)]
+        return Documents(tokens, starts, self.answers[chosen], self.temperatures[chosen])
 
     def save(self, path: Path) -> None:
         """Writes an .npz; a partial file never carries the final name."""
@@ -55,7 +67,7 @@ class Documents:
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".npz")
         os.close(handle)
         try:
-            np.savez(temporary, tokens=self.tokens, starts=self.starts, answers=self.answers)
+            np.savez(temporary, **dataclasses.asdict(self))
             os.replace(temporary, path)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
@@ -64,10 +76,14 @@ class Documents:
     @staticmethod
     def load(paths: Iterable[Path]) -> "Documents":
         """One or more .npz files as one collection."""
+        names = [field.name for field in dataclasses.fields(Documents)]
         parts = []
         for path in paths:
             with np.load(path) as stored:
-                parts.append(Documents(stored["tokens"], stored["starts"], stored["answers"]))
+                missing = [name for name in names if name not in stored]
+                if missing:
+                    raise InputError(f"{path} has no {', '.join(missing)}; generate the data again")
+                parts.append(Documents(**{name: stored[name] for name in names}))
         if not parts:
             raise InputError("no training data: run the 'generate' step first")
         offsets = np.cumsum([0] + [len(part.tokens) for part in parts])
@@ -76,6 +92,7 @@ class Documents:
             np.concatenate([part.tokens for part in parts]),
             np.concatenate([*starts, offsets[-1:]]).astype(np.int64),
             np.concatenate([part.answers for part in parts]),
+            np.concatenate([part.temperatures for part in parts]),
         )
 
 
@@ -84,22 +101,17 @@ def answer(
     prompts: Sequence[Sequence[int]],
     *,
     temperatures: Sequence[float],
-    seed: int,
+    seeds: Sequence[int],
     max_new_tokens: int,
-) -> Iterator[Generation]:
-    """The target's own answers, in the order in which they finish; every prompt its own noise."""
+) -> Iterator[tuple[int, Generation]]:
+    """The target's own answers as (prompt's number, answer), in the order in which they finish."""
     options = [
-        Options(
-            mode="ar",
-            temperature=temperature,
-            max_new_tokens=max_new_tokens,
-            seed=(seed * 1_000_003 + index) % 2**32,
-        )
-        for index, temperature in enumerate(temperatures)
+        Options(mode="ar", temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
+        for temperature, seed in zip(temperatures, seeds, strict=True)
     ]
     for event, generation in engine.run(prompts, options):
         if event.done:
-            yield generation
+            yield event.index, generation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,12 +120,14 @@ class Rows:
 
     tokens: int32. document: int32, a number per document in the row, -1 for padding.
     position: int32 within the document. in_answer: bool, tokens of the target's answer.
+    temperature: float32, of the document.
     """
 
     tokens: np.ndarray
     document: np.ndarray
     position: np.ndarray
     in_answer: np.ndarray
+    temperature: np.ndarray
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -142,6 +156,7 @@ def pack(documents: Documents, length: int, seed: int) -> Rows:
     shape = (len(rows), length)
     tokens, position = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     document, in_answer = np.full(shape, -1, np.int32), np.zeros(shape, bool)
+    temperature = np.zeros(shape, np.float32)
     for row, members in enumerate(rows):
         at = 0
         for number, index in enumerate(members):
@@ -152,5 +167,6 @@ def pack(documents: Documents, length: int, seed: int) -> Rows:
             document[row, part] = number
             position[row, part] = np.arange(size)
             in_answer[row, part] = np.arange(size) >= documents.answers[index]
+            temperature[row, part] = documents.temperatures[index]
             at += size
-    return Rows(tokens, document, position, in_answer)
+    return Rows(tokens, document, position, in_answer, temperature)

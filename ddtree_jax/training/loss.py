@@ -2,6 +2,10 @@
 
 A packed row is run through the target as one tree: a node sees its own document, causally. The
 drafter then predicts, for each anchor, the block of tokens after it from the features before it.
+
+What it is to predict of a token is the distribution that the token was drawn from. The target's
+forward knows it, and it is the token itself where the answer is greedy. In expectation that is the
+cross-entropy with sampled tokens, without the noise of the draw.
 """
 
 import dataclasses
@@ -21,8 +25,8 @@ class LossConfig:
     gamma: float = 4.0
 
 
-def features_of(target: Target, layers: tuple[int, ...], batch) -> jax.Array:
-    """Target features [b, n, F * d] of packed rows."""
+def features_of(target: Target, layers: tuple[int, ...], batch) -> tuple[jax.Array, jax.Array]:
+    """The target's final hidden rows [b, n, d] and features [b, n, F * d] of packed rows."""
     document, position = batch["document"], batch["position"]
     same = document[:, :, None] == document[:, None, :]
     causal = jnp.arange(document.shape[1])[:, None] >= jnp.arange(document.shape[1])
@@ -30,8 +34,8 @@ def features_of(target: Target, layers: tuple[int, ...], batch) -> jax.Array:
     dtype = target.embed_vd[...].dtype
     nothing = caches.empty(target.config, rows, 0, dtype)
     zero = jnp.zeros((rows,), jnp.int32)
-    _, features, _ = target(nothing, batch["tokens"], position, same & causal, zero, layers)
-    return features
+    hidden, features, _ = target(nothing, batch["tokens"], position, same & causal, zero, layers)
+    return hidden, features
 
 
 def pick_anchors(key: jax.Array, batch, anchors: int) -> tuple[jax.Array, jax.Array]:
@@ -82,16 +86,31 @@ def block_logits(drafter: Drafter, target: Target, features, batch, anchors_ba) 
     return target.logits(hidden.reshape(b, a, t, -1)[:, :, 1:])
 
 
+def drawn_from(logits: jax.Array, temperature: jax.Array, tokens: jax.Array) -> jax.Array:
+    """The distribution [..., v], float32, that tokens [...] were drawn from.
+
+    softmax(logits / temperature) where the temperature [...] is above 0; at 0 the token itself.
+    """
+    hot = temperature > 0
+    soft = jax.nn.softmax(logits / jnp.where(hot, temperature, 1.0)[..., None], axis=-1)
+    return jnp.where(hot[..., None], soft, jax.nn.one_hot(tokens, logits.shape[-1]))
+
+
 def block_loss(
     drafter: Drafter, target: Target, batch, key: jax.Array, config: LossConfig
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Weighted cross-entropy of the slots, and metrics.
+    """Weighted cross-entropy of the slots with what their tokens were drawn from, and metrics.
 
-    Metrics: "loss"; "tau", the mean acceptance length (bonus included) that the drafter's greedy
-    chain would have at the anchors, against the documents' own continuation; "slot_accuracy" [t-1].
+    Metrics: "loss"; of greedy documents "tau", the mean acceptance length (bonus included) that
+    the drafter's greedy chain would have at the anchors, and "slot_accuracy" [t - 1]; of sampled
+    documents "overlap" [t - 1], the mean sum of min(p, q) over the vocabulary: how often a sample
+    of the target and one of the drafter can be the same at best. Without documents of a kind tau
+    is 1 and the others are 0.
     """
     slots = drafter.config.block_size - 1
-    features = jax.lax.stop_gradient(features_of(target, drafter.config.target_layer_ids, batch))
+    hidden, features = jax.lax.stop_gradient(
+        features_of(target, drafter.config.target_layer_ids, batch)
+    )
     anchors, real = pick_anchors(key, batch, config.anchors)
     logits = block_logits(drafter, target, features, batch, anchors)
     length = batch["tokens"].shape[1]
@@ -104,16 +123,32 @@ def block_loss(
 
     own = jnp.take_along_axis(batch["document"], anchors, axis=1)[:, :, None]
     counted = inside & (at_slots(batch["document"]) == own) & real[:, :, None]
-    labels = at_slots(batch["tokens"])
-    chosen = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
-    entropy = jax.nn.logsumexp(logits, axis=-1) - chosen
+    tokens, temperature = at_slots(batch["tokens"]), at_slots(batch["temperature"])
+    # Nothing as large as the logits but the two of them has to be stored: the rest of this is
+    # elementwise and sums, of which XLA makes a few passes over them.
+    before = jnp.take_along_axis(hidden, place[:, :, None] - 1, axis=1)
+    target_logits = jax.lax.stop_gradient(target.logits(before.reshape(*tokens.shape, -1)))
+    labels = drawn_from(target_logits, temperature, tokens)
+    log_sum = jax.nn.logsumexp(logits, axis=-1)
+    # A column that only pads the vocabulary has the logit -inf and the label 0.
+    entropy = log_sum - jnp.where(labels > 0, labels * logits, 0.0).sum(axis=-1)
     weight = counted * jnp.exp(-jnp.arange(slots) / config.gamma)
     loss = (entropy * weight).sum() / jnp.maximum(weight.sum(), 1.0)
-    hit = (jnp.argmax(logits, axis=-1) == labels) & counted
-    accepted = jnp.cumprod(hit, axis=-1).sum(axis=-1)
+
+    sampled = counted & (temperature > 0)
+    greedy = counted & (temperature == 0)
+    greedy_anchors = greedy.any(axis=-1).sum()
+    hit = (jnp.argmax(logits, axis=-1) == tokens) & greedy
+    accepted = jnp.cumprod(hit, axis=-1).sum()
+    overlap = jnp.minimum(labels, jnp.exp(logits - log_sum[..., None])).sum(axis=-1)
+
+    def mean(values, chosen):
+        return (values * chosen).sum((0, 1)) / jnp.maximum(chosen.sum((0, 1)), 1)
+
     metrics = {
         "loss": loss,
-        "tau": 1.0 + (accepted * real).sum() / jnp.maximum(real.sum(), 1),
-        "slot_accuracy": hit.sum((0, 1)) / jnp.maximum(counted.sum((0, 1)), 1),
+        "tau": 1.0 + accepted / jnp.maximum(greedy_anchors, 1),
+        "slot_accuracy": mean(hit, greedy),
+        "overlap": mean(overlap, sampled),
     }
     return loss, metrics
