@@ -17,6 +17,7 @@ from rich.console import Console
 from ddtree_jax import api
 from ddtree_jax.commands import shell
 from ddtree_jax.config import MAX_BLOCK_SIZE, DrafterConfig, TargetConfig, check_pair
+from ddtree_jax.engine import Options, bucket
 from ddtree_jax.errors import InputError
 from ddtree_jax.models import Target
 from ddtree_jax.training import data, prompts
@@ -184,15 +185,20 @@ def _generate(args, console: Console) -> None:
         max_length=1024,
     )
     deadline = time.monotonic() + 60 * args.minutes
+    # One set of programs for all that follows; it compiles while the prompts become tokens.
+    slots = bucket(min(args.max_prompt_tokens + args.max_new_tokens, engine.max_length))
+    heat = args.temperature if args.sampled else 0.0
+    hottest = Options(mode="ar", temperature=heat, max_new_tokens=args.max_new_tokens)
+    engine.prepare(hottest, args.max_prompt_tokens)
     if args.synthetic:
-        texts = _synthetic(engine, args, console) + texts
+        texts = _synthetic(engine, args, slots, console) + texts
     random.Random(args.seed).shuffle(texts)
     encoded = [api.encode(engine, text) for text in texts]
     hot = random.Random(f"{args.seed}:{part}")
-    heat = [args.temperature if hot.random() < args.sampled else 0.0 for _ in texts]
+    drawn = [heat if hot.random() < args.sampled else 0.0 for _ in texts]
     requests = [
         request
-        for request in zip(encoded, heat, _seeds(args, len(texts)), strict=True)
+        for request in zip(encoded, drawn, _seeds(args, len(texts)), strict=True)
         if len(request[0]) <= args.max_prompt_tokens and tuple(request[0]) not in answered
     ]
     if not requests:
@@ -200,7 +206,12 @@ def _generate(args, console: Console) -> None:
         return
     ids, temperatures, seeds = zip(*requests, strict=True)
     answers = data.answer(
-        engine, ids, temperatures=temperatures, seeds=seeds, max_new_tokens=args.max_new_tokens
+        engine,
+        ids,
+        temperatures=temperatures,
+        seeds=seeds,
+        max_new_tokens=args.max_new_tokens,
+        slots=slots,
     )
     total, started = 0, time.monotonic()
     first = len(list(folder.glob(f"{name}-*.npz")))
@@ -230,7 +241,7 @@ def _seeds(args, count: int) -> list[int]:
     return [(args.seed * 1_000_003 + part - 1 + parts * index) % 2**32 for index in range(count)]
 
 
-def _synthetic(engine, args, console: Console) -> list[str]:
+def _synthetic(engine, args, slots: int, console: Console) -> list[str]:
     """User turns that the target itself makes up after the beginning of one: a part's share."""
     part, parts = _part(args)
     count = len(range(part - 1, args.synthetic, parts))
@@ -246,6 +257,7 @@ def _synthetic(engine, args, console: Console) -> list[str]:
         temperatures=[1.0] * count,
         seeds=_seeds(args, count),
         max_new_tokens=160,
+        slots=slots,
     ):
         text = engine.with_text(generation).text.strip()
         if generation.finish_reason == "stop" and 15 <= len(text) <= 800:

@@ -103,13 +103,17 @@ def answer(
     temperatures: Sequence[float],
     seeds: Sequence[int],
     max_new_tokens: int,
+    slots: int,
 ) -> Iterator[tuple[int, Generation]]:
-    """The target's own answers as (prompt's number, answer), in the order in which they finish."""
+    """The target's own answers as (prompt's number, answer), in the order in which they finish.
+
+    slots: of the cache, see `Engine.run`.
+    """
     options = [
         Options(mode="ar", temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
         for temperature, seed in zip(temperatures, seeds, strict=True)
     ]
-    for event, generation in engine.run(prompts, options):
+    for event, generation in engine.run(prompts, options, min_slots=slots):
         if event.done:
             yield event.index, generation
 
