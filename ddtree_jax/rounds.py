@@ -231,6 +231,7 @@ def _choose(
         request=state.request,
         sampler=sampler,
         axis=axis,
+        kernels=models.kernels,
     )
     return choice, penalties.log_probs(logits_bnv, choice, axis) if sampler.log_probs else None
 

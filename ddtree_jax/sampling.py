@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ddtree_jax import filters
+from kernels_pallas import filters
+from kernels_pallas.dispatch import REFERENCE, Kernels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,19 +157,32 @@ def noise_of(
     return lax.dynamic_slice_in_dim(noise_bdv, first, local, axis=-1)
 
 
-def scores(
-    logits_bnv: jax.Array, request: Request, sampler: Sampler, axis: str | None = None
-) -> jax.Array:
-    """The sampled log-probabilities up to a constant: filtered logits / T; as they are at T = 0."""
+def scaled(logits_bnv: jax.Array, request: Request) -> jax.Array:
+    """The sampled log-probabilities before filters, up to a constant; as they are at T = 0."""
     temperature = request.temperature[:, None, None]
-    scaled = logits_bnv / jnp.where(temperature > 0, temperature, 1.0)
+    return logits_bnv / jnp.where(temperature > 0, temperature, 1.0)
+
+
+def scores(
+    logits_bnv: jax.Array,
+    request: Request,
+    sampler: Sampler,
+    axis: str | None = None,
+    *,
+    coarse: bool = False,
+) -> jax.Array:
+    """The sampled log-probabilities up to a constant: filtered logits / T; as they are at T = 0.
+
+    coarse: see filters.py.
+    """
+    kept = scaled(logits_bnv, request)
     if sampler.top_k:
-        scaled = filters.top_k(scaled, request.top_k, axis)
+        kept = filters.top_k(kept, request.top_k, axis, coarse=coarse)
     if sampler.top_p:
-        scaled = filters.top_p(scaled, request.top_p, axis)
+        kept = filters.top_p(kept, request.top_p, axis, coarse=coarse)
     if sampler.min_p:
-        scaled = filters.min_p(scaled, request.min_p, axis)
-    return jnp.where(temperature > 0, scaled, logits_bnv)
+        kept = filters.min_p(kept, request.min_p, axis)
+    return jnp.where(request.temperature[:, None, None] > 0, kept, logits_bnv)
 
 
 def choose(
@@ -180,6 +194,7 @@ def choose(
     request: Request,
     sampler: Sampler,
     axis: str | None = None,
+    kernels: Kernels = REFERENCE,
 ) -> jax.Array:
     """The token int32 [b, n] that follows each node.
 
@@ -190,13 +205,24 @@ def choose(
       request: what the rows ask for; rows at temperature 0 are greedy.
       sampler: static; without `noise` the greedy program, whatever the temperatures.
       axis: mesh axis of a sharded vocabulary.
+      kernels: how what top-k and top-p keep is sampled, if the vocabulary is whole.
     """
     if not sampler.noise:
         return argmax(logits_bnv, axis)
     positions = length_b[:, None] + jnp.arange(max_depth + 1) + 1
     noise_bdv = noise_of(request, positions, logits_bnv.shape[-1], axis)
+    # Without noise the best token is chosen, which every filter keeps.
+    noise_bdv = jnp.where(request.temperature[:, None, None] > 0, noise_bdv, 0.0)
+    if axis is None and (sampler.top_k or sampler.top_p):
+        return kernels.sample(
+            scaled(logits_bnv, request),
+            noise_bdv,
+            depths_bn,
+            request.top_k if sampler.top_k else None,
+            request.top_p if sampler.top_p else None,
+            request.min_p if sampler.min_p else None,
+        )
     noise_bnv = jnp.take_along_axis(noise_bdv, depths_bn[:, :, None], axis=1)
-    noise_bnv = jnp.where(request.temperature[:, None, None] > 0, noise_bnv, 0.0)
     return argmax(scores(logits_bnv, request, sampler, axis) + noise_bnv, axis)
 
 
@@ -216,10 +242,10 @@ def draft_scores(
     errors are a matter of log-probabilities, whatever T, so what is ranked is T times that; and
     flattened a little it predicts best: softmax(0.75 * (log-probabilities + T * noise)). On the
     bundled pair neither other factors for one of the two, by depth or by the slot's entropy, nor
-    terms of second order predict the choice noticeably better.
+    terms of second order predict the choice noticeably better. Filters may be coarse here.
     """
     positions = length_b[:, None] + jnp.arange(logits_blv.shape[1]) + 1
-    noisy = scores(logits_blv, request, sampler, axis)
+    noisy = scores(logits_blv, request, sampler, axis, coarse=True)
     noisy += noise_of(request, positions, logits_blv.shape[-1], axis)
     temperature = request.temperature[:, None, None]
     return jnp.where(temperature > 0, NOISE_TRUST * temperature * noisy, logits_blv)

@@ -13,6 +13,7 @@ from kernels_pallas import (
     draft_tree,
     matmul,
     rows,
+    sample,
     tree_attention,
     tree_attention_mosaic,
 )
@@ -127,6 +128,21 @@ class Kernels:
                 scores_blr, budget, chain_seed=chain_seed, interpret=self.interpret
             )
         return draft_tree.reference(scores_blr, budget, chain_seed=chain_seed)
+
+    def sample(
+        self,
+        scores_bnv: jax.Array,
+        noise_bdv: jax.Array,
+        depths_bn: jax.Array,
+        top_k_b: jax.Array | None,
+        top_p_b: jax.Array | None,
+        min_p_b: jax.Array | None,
+    ) -> jax.Array:
+        arguments = (scores_bnv, noise_bdv, depths_bn, top_k_b, top_p_b, min_p_b)
+        v = scores_bnv.shape[-1]
+        if self.mosaic and sample.unsupported_reason(v, scores_bnv.dtype) is None:
+            return sample.sample(*arguments, interpret=self.interpret)
+        return sample.reference(*arguments)
 
 
 REFERENCE = Kernels()

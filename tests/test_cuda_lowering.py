@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from ddtree_jax import filters, gated_delta, rounds
+from ddtree_jax import gated_delta, rounds
 from ddtree_jax.models import Models, parameter_shapes
 from ddtree_jax.sampling import GREEDY, Sampler
 from ddtree_jax.shapes import SHAPES
@@ -34,7 +34,6 @@ CASES += [("tiny-hybrid", name, "greedy") for name in PROGRAMS]
 def test_round(shape, name, sampler, monkeypatch):
     # What depends on the device must take the GPU's way: unrolled levels, no padded rows.
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(filters, "_LANES", 8)
     abstract = nnx.eval_shape(lambda: Models(*SHAPES[shape], rngs=nnx.Rngs(0)))
     graphdef, state = nnx.split(abstract)
     half = parameter_shapes(state, jnp.bfloat16)

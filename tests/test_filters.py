@@ -1,6 +1,7 @@
 """Filters, penalties and bias: transformers' numbers (oracle/make_processors.py), and loops."""
 
 import dataclasses
+import functools
 import types
 
 import jax
@@ -12,10 +13,10 @@ from hypothesis import strategies as st
 from pairs import ORACLE
 from safetensors.numpy import load_file
 
-from ddtree_jax import engine, filters, penalties, rounds
+from ddtree_jax import engine, penalties, rounds
 from ddtree_jax import tree as trees
 from ddtree_jax.sampling import Request, Sampler, draft_scores, scores
-from kernels_pallas import draft_tree
+from kernels_pallas import draft_tree, filters
 
 GOLDEN = load_file(ORACLE / "processors.safetensors")
 LOGITS, TEXT = GOLDEN["logits"], GOLDEN["text"]
@@ -124,59 +125,12 @@ def test_number_of_bits_a_pass_changes_nothing(bits, monkeypatch):
     for name, value in (("top_k", 50), ("top_p", 0.9)):
         got = jax.jit(getattr(filters, name))(LOGITS[:, None], jnp.full(ROWS, value))[:, 0]
         np.testing.assert_array_equal(got, GOLDEN[f"{name}:{value}"])
-
-
-@pytest.mark.parametrize("lanes", [7, 32])
-@pytest.mark.parametrize("crowded", [False, True])
-@pytest.mark.parametrize("bits", [1, 2])
-def test_the_largest_of_lanes_are_enough_or_are_not_trusted(lanes, crowded, bits, monkeypatch):
-    """The same as without, also where all that stays is of one lane, beyond what it keeps."""
-    values = [0, 1, 2, 5, 40, 299, 300, 301], [1e-6, 0.05, 0.3, 0.9, 0.999, 1.0, 0.5, 0.97]
-    generator = np.random.default_rng(0)
-    logits = np.round(3 * generator.standard_normal((8, 2, 300)), 2).astype(np.float32)  # ties
-    logits[:, 1] *= 0.1
-    logits[::3, :, 100:130] = -np.inf
-    if crowded:
-        logits[:, :, 3::lanes] += 30
-
-    def kept(lanes):
-        monkeypatch.setattr(filters, "_LANES", lanes)
-        return [
-            jax.jit(lambda x, asked, each=each: each(x, asked))(logits, jnp.asarray(value))
-            for each, value in zip((filters.top_k, filters.top_p), values, strict=True)
-        ]
-
-    monkeypatch.setattr(filters, "_BITS", {"cpu": bits})
-    for mine, wanted in zip(kept(lanes), kept(0), strict=True):
-        np.testing.assert_array_equal(mine, wanted)
-
-
-@pytest.mark.parametrize("lanes", [0, 64])
-def test_what_a_row_keeps_does_not_depend_on_the_rows_beside_it(lanes, monkeypatch):
-    """Though only one of those needs the whole vocabulary, and p is a sum of probabilities."""
-    monkeypatch.setattr(filters, "_LANES", lanes)
-    top_p = jax.jit(lambda x, p: filters.top_p(x, p))
-    generator = np.random.default_rng(0)
-    ulps = np.arange(-32, 32) * 2.0**-24
-    for _ in range(8):
-        x = generator.standard_normal((1, 1, 1024)).astype(np.float32)
-        x[..., 200:300] += 10  # two of a lane at most
-        weights = np.sort(np.exp(x[0, 0].astype(np.float64)))[::-1]
-        p = np.array([*weights[:80].sum() / weights.sum() + ulps, 0.9], np.float32)
-        rows = np.repeat(x, len(ulps), axis=0)
-        beside_others = top_p(np.concatenate([rows, 0 * x]), p)
-        np.testing.assert_array_equal(top_p(np.concatenate([rows, x]), p)[:-1], beside_others[:-1])
-
-
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(st.integers(0, 2**32 - 1), st.sampled_from([5, 8]), st.sampled_from([9, 24, 40, 64]))
-def test_the_largest_of_a_lane(seed, lanes, size):
-    x = np.random.default_rng(seed).integers(-5, 5, (2, 3, size)).astype(np.float32)
-    got = np.stack(filters._largest_of_lanes(jnp.asarray(x), lanes))
-    for lane in range(lanes):
-        want = -np.sort(-x[:, :, lane::lanes], axis=-1)[:, :, :4]
-        want = np.pad(want, ((0, 0), (0, 0), (0, 4 - want.shape[-1])), constant_values=-np.inf)
-        np.testing.assert_array_equal(np.moveaxis(got[..., lane], 0, -1), want)
+        each = functools.partial(getattr(filters, name), coarse=True)
+        coarse = jax.jit(each)(LOGITS[:, None], jnp.full(ROWS, value))[:, 0]
+        must, more = np.isfinite(got), np.isfinite(coarse)
+        assert (must <= more).all()
+        lowest = np.min(got, axis=-1, where=must, initial=np.inf, keepdims=True)
+        assert (coarse > lowest - 1 / 64)[more].all()
 
 
 top_k, top_p, penalise = map(jax.jit, (filters.top_k, filters.top_p, penalties.penalise))
@@ -204,6 +158,43 @@ def test_ties_and_excluded_tokens(values, k, p):
     clear = np.abs(mass - p) > 1e-5
     keep = (mass < p) | (p == 1)
     np.testing.assert_array_equal(got[clear], np.where(keep, x, -np.inf)[clear])
+
+
+coarse_k, coarse_p = (
+    jax.jit(functools.partial(each, coarse=True)) for each in (filters.top_k, filters.top_p)
+)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(
+    values=st.lists(
+        st.integers(-6, 6).map(float) | st.just(-np.inf) | st.floats(-90, 5, width=32),
+        min_size=8,
+        max_size=8,
+    ),
+    size=st.sampled_from([1.0, 3e7]),
+    k=st.integers(0, 9),
+    p=st.sampled_from([0.0, 1e-45, 0.5, 0.95, 1.0]) | st.floats(0.015625, 1, width=32),
+)
+def test_coarse_filters_keep_at_least_what_exact_ones_keep(values, size, k, p):
+    """And at most 1 / 64 nat more; what is 64 nats below the best goes, unless all is kept."""
+    x = np.array([*values, 5.0], np.float32) * np.float32(size)
+    near = x - x.max() > -64
+    for name, value in (("top_k", k), ("top_p", p)):
+        exact, coarse = (top_k, coarse_k) if name == "top_k" else (top_p, coarse_p)
+        asked = np.array([value], np.int32 if name == "top_k" else np.float32)
+        wanted, got = (np.asarray(each(x[None, None], asked))[0, 0] for each in (exact, coarse))
+        kept = np.isfinite(got)
+        np.testing.assert_array_equal(got[kept], x[kept])
+        if value == (0 if name == "top_k" else 1):
+            np.testing.assert_array_equal(got, x)
+            continue
+        assert kept[x == x.max()].all()
+        assert near[kept].all()
+        must = np.isfinite(wanted)
+        assert kept[must & near].all()
+        # A cell is taken whole; its upper end is above the lowest that must stay.
+        assert (x[kept & ~must] > max(x[must].min(), x.max() - 64) - 1 / 64).all()
 
 
 def test_rows_ask_for_different_filters():

@@ -11,13 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 
-from ddtree_jax import rounds
+from ddtree_jax import rounds, sampling
 from ddtree_jax.models import Models, Peers
-from ddtree_jax.sampling import GREEDY
+from ddtree_jax.sampling import GREEDY, Request, Sampler
 from ddtree_jax.shapes import SHAPES
 from kernels_pallas import (
     all_sum,
@@ -25,6 +27,7 @@ from kernels_pallas import (
     draft_tree,
     matmul,
     rows,
+    sample,
     tree_attention,
     tree_attention_mosaic,
 )
@@ -433,6 +436,167 @@ def test_the_grown_tree_equals_the_reference(shape, budget, chain_seed):
 def test_growing_lowers_for_hopper(budget):
     scores = jnp.zeros((1, 15, budget), jnp.int32)
     assert lowered(functools.partial(draft_tree.grow, budget=budget), scores) == 1
+
+
+# Sampling.
+
+
+def score_rows(generator, v):
+    """Rows by name: float32 scores of which every filter has something else to keep."""
+    normal = generator.standard_normal((6, v)).astype(np.float32)
+    peaked = normal[1].copy()
+    peaked[v - 2] = 30.0
+    tied = generator.integers(0, 4, v).astype(np.float32)
+    excluded = np.where(generator.random(v) < 0.9, -np.inf, 3 * normal[4])
+    wide = 200 * normal[5]
+    found = dict(
+        flat=normal[0] * 1e-3, peaked=peaked, tied=tied, excluded=excluded, wide=wide,
+        equal=np.zeros(v), usual=3 * normal[2], one=np.where(np.arange(v) == 77, 2, -np.inf),
+    )  # fmt: skip
+    return {name: row.astype(np.float32) for name, row in found.items()}
+
+
+def sampled(v, **asked):
+    """The choices of every kind of row at every value of `asked`, and the reference's."""
+    generator = np.random.default_rng(v)
+    kinds = list(score_rows(generator, v).values())
+    ((name, values),) = asked.items()
+    b = len(kinds) * len(values)
+    scores = np.stack(kinds * len(values))[:, None]
+    noise = generator.gumbel(size=(b, 2, v)).astype(np.float32)
+    noise[1::3] = np.round(noise[1::3])  # ties of the sums
+    noise[::7] = 0  # T = 0
+    dtype = np.int32 if name == "top_k" else np.float32
+    asked_b = np.repeat(np.array(values, dtype), len(kinds))
+    filters_b = [asked_b if name == each else None for each in ("top_k", "top_p", "min_p")]
+    arguments = scores, noise, np.arange(b, dtype=np.int32)[:, None] % 2, *filters_b
+    return interpreted(sample.sample, *arguments), sample.reference(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("v", "asked"),
+    [
+        # Less than a chunk, and a chunk with one row of numbers more.
+        (1024, dict(top_k=[0, 1, 3, 50, 1024])),
+        (128 * 33, dict(top_p=[0.0, 1e-30, 0.5, 0.95, 1.0])),
+        (4096, dict(min_p=[0.0, 0.3, 1.0])),
+    ],
+)
+def test_sampling_equals_the_reference(v, asked):
+    np.testing.assert_array_equal(*sampled(v, **asked))
+
+
+def test_sampling_of_many_chunks_and_all_filters():
+    """The ring of chunks comes round; k is more than there are lanes, then beside top-p."""
+    v = 4096 * 13 + 128
+    generator = np.random.default_rng(0)
+    scores = generator.standard_normal((2, 2, v)).astype(np.float32)
+    noise = generator.gumbel(size=(2, 1, v)).astype(np.float32)
+    depths = np.zeros((2, 2), np.int32)
+    k, p = np.array([5000, 40], np.int32), np.array([0.2, 0.9], np.float32)
+    for asked in ((k, None, None), (k, p, p / 10)):
+        arguments = scores, noise, depths, *asked
+        got = interpreted(sample.sample, *arguments)
+        np.testing.assert_array_equal(got, sample.reference(*arguments))
+        # Not what would be chosen without a filter, so that something was refused.
+        assert (np.asarray(got) != (scores + noise).argmax(axis=-1)).any()
+
+
+@functools.cache
+def small_sampler(name):
+    params = plgpu.InterpretGPUParams(detect_races=True)
+    place = ("top_k", "top_p").index(name)
+
+    def run(scores, noise, asked):
+        filters_b = [asked if place == i else None for i in range(2)]
+        depths = jnp.zeros((scores.shape[0], 1), jnp.int32)
+        arguments = scores, noise, depths, *filters_b, None
+        return sample.sample(*arguments, interpret=params), sample.reference(*arguments)
+
+    return jax.jit(run)
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(st.data())
+def test_sampling_among_ties(data):
+    v, generator = 256, np.random.default_rng(data.draw(st.integers(0, 999)))
+    levels = data.draw(st.integers(1, 6))
+    scores = generator.integers(-levels, levels + 1, (3, 1, v)).astype(np.float32)
+    scores[generator.random(scores.shape) < data.draw(st.sampled_from([0, 0.5, 0.98]))] = -np.inf
+    scores[..., data.draw(st.integers(0, v - 1))] = 0
+    noise = generator.integers(0, levels, (3, 1, v)).astype(np.float32)
+    for name, value in (
+        ("top_k", st.integers(0, v + 1)),
+        ("top_p", st.sampled_from([0, 1e-45, 0.1, 0.4, 0.7, 0.95, 1])),
+    ):
+        asked = np.array([data.draw(value) for _ in range(3)])
+        asked = asked.astype(np.int32 if name == "top_k" else np.float32)
+        np.testing.assert_array_equal(*small_sampler(name)(scores, noise, asked))
+        assert not interpret_pallas_call.get_races().races_found
+
+
+@pytest.mark.parametrize("name", ["top_k", "top_p"])
+def test_a_broken_row_ends_and_leaves_the_others_alone(name):
+    scores = np.random.default_rng(0).standard_normal((3, 1, 256)).astype(np.float32)
+    scores[0], scores[1] = np.nan, -np.inf
+    noise, asked = np.zeros_like(scores), np.array([1, 1, 1])
+    got, wanted = (np.asarray(x) for x in small_sampler(name)(scores, noise, asked))
+    assert ((got >= 0) & (got < 256)).all()
+    assert got[2] == wanted[2] == scores[2].argmax()
+
+
+def test_choosing_lowers_for_hopper():
+    """With one kernel wherever top-k or top-p is asked of a whole vocabulary."""
+    request = Request.idle(1, 1, 1)
+    logits = jax.ShapeDtypeStruct((1, 64, 151936), jnp.float32)
+    nodes = jax.ShapeDtypeStruct((1, 64), jnp.int32)
+
+    def kernels_of(logits, **asked):
+        def program(logits, depths, request):
+            return sampling.choose(
+                logits, depths, depths[:, 0], 15, request=request,
+                sampler=Sampler(noise=True, **asked), kernels=Kernels(mosaic=True),
+            )  # fmt: skip
+
+        return lowered(program, logits, nodes, request)
+
+    assert kernels_of(logits) == kernels_of(logits, min_p=True) == 0
+    assert kernels_of(logits, top_k=True) == kernels_of(logits, top_p=True, min_p=True) == 1
+    assert kernels_of(logits, top_k=True, top_p=True) == 1
+    odd = jax.ShapeDtypeStruct((1, 64, 1000), jnp.float32)
+    assert kernels_of(odd, top_p=True) == 0
+
+
+def test_a_choice_is_the_same_with_the_kernel():
+    """A tree's nodes at T = 0 and above, all filters, by way of `sampling.choose`."""
+    generator = np.random.default_rng(1)
+    logits = 3 * generator.standard_normal((2, 5, 256)).astype(np.float32)
+    depths = np.array([[0, 1, 1, 2, 2], [0, 1, 2, 3, 3]])
+    request = dataclasses.replace(
+        Request.idle(2, 1, 1),
+        temperature=np.array([0.0, 0.8], np.float32),
+        top_k=np.array([3, 40], np.int32),
+        top_p=np.array([0.1, 0.9], np.float32),
+        min_p=np.array([0.5, 0.05], np.float32),
+    )
+
+    def choices(logits, interpret=None, **asked):
+        return sampling.choose(
+            logits, depths, np.array([7, 9]), 3, request=request,
+            sampler=Sampler(noise=True, **asked),
+            kernels=Kernels(mosaic=interpret is not None, interpret=interpret),
+        )  # fmt: skip
+
+    for asked in (dict(top_k=True, min_p=True), dict(top_k=True, top_p=True, min_p=True)):
+        got = np.asarray(interpreted(functools.partial(choices, **asked), logits))
+        np.testing.assert_array_equal(got, choices(logits, **asked))
+        np.testing.assert_array_equal(got[0], logits[0].argmax(axis=-1))
+
+
+def test_unsupported_scores_say_why():
+    assert "bfloat16" in sample.unsupported_reason(1024, jnp.bfloat16)
+    assert "vocabulary of 1000" in sample.unsupported_reason(1000, jnp.float32)
+    assert sample.unsupported_reason(151936, jnp.float32) is None
 
 
 def test_float32_never_reaches_a_kernel():

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import convert
 from pairs import ORACLE, engine as make_engine, golden
-from ddtree_jax import Options, filters
+from ddtree_jax import Options
 from ddtree_jax.commands import bench, bench_all_sum
 from ddtree_jax.engine import sampler_of
 from ddtree_jax.sharding import MODEL, local_mesh
@@ -106,7 +106,6 @@ def sums():
     assert seen["same"] and 0 < seen["error"] < 0.04, seen
 
 
-filters._LANES = 2  # all devices must take one branch of a filter
 cases, out = json.loads(sys.argv[1]), {}
 sums()
 for name, data, tp, settings, modes, temperature, extra in cases:
