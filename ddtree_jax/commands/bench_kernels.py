@@ -207,6 +207,32 @@ def growing(nodes: int) -> Case:
     )
 
 
+def sampling(config: DecoderConfig, nodes: int, by_mass: bool) -> Case:
+    """Which tokens are chosen, by top-p or by top-k."""
+    v, k, p = config.vocab_size, 50, 0.95
+    scores = _normal(0, 1, nodes, v, scale=3.0, dtype=jnp.float32)
+    noise = jnp.asarray(np.random.default_rng(1).gumbel(size=(1, PATH, v)), jnp.float32)
+    depths = jnp.arange(nodes)[None] % PATH
+
+    def run(kernels: Kernels, scores, noise, depths) -> jax.Array:
+        top_k, top_p = (None, jnp.full((1,), p)) if by_mass else (jnp.full((1,), k), None)
+        return kernels.sample(scores, noise, depths, top_k, top_p, None)
+
+    wide = _wide(scores)[0]
+    if by_mass:
+        order = -np.sort(-wide, axis=-1)
+        mass = np.cumsum(np.exp(order), axis=-1)
+        # The last that less than p lies above.
+        last = (mass < p * mass[:, -1:]).sum(axis=-1, keepdims=True)
+        lowest = np.take_along_axis(order, last, axis=-1)
+    else:
+        lowest = np.partition(wide, v - k, axis=-1)[:, v - k, None]
+    sums = np.asarray(scores + noise[:, depths[0]])[0]
+    exact = np.where(wide >= lowest, sums, -np.inf).argmax(axis=-1)
+    name = f"sampling, top-p {p}" if by_mass else f"sampling, top-k {k}"
+    return Case(name, run, (scores, noise, depths), exact[None].astype(np.float64))
+
+
 def cases(config: DecoderConfig, nodes: int, context: int) -> list[Case]:
     found = [
         product(config, nodes),
@@ -216,6 +242,8 @@ def cases(config: DecoderConfig, nodes: int, context: int) -> list[Case]:
         attention(config, nodes, context, None),
         attention(config, nodes, context, context // 3),
         append(config, nodes),
+        sampling(config, nodes, by_mass=False),
+        sampling(config, nodes, by_mass=True),
     ]
     return found + ([growing(nodes)] if nodes > 1 else [])
 
