@@ -25,6 +25,7 @@ from kernels_pallas import (
     all_sum,
     commit,
     draft_tree,
+    filters,
     matmul,
     rows,
     sample,
@@ -459,6 +460,21 @@ def score_rows(generator, v):
     return [row.astype(np.float32) for row in rows_of]
 
 
+def at_the_edge(scores, name, asked):
+    """Noise [b, 1, v] that ranks scores by how close they are to two below the lowest that is kept.
+
+    What is chosen is that lowest, and whatever is just below it is refused before.
+    """
+    kept = np.isfinite(getattr(filters, name)(scores, asked))
+    noise = np.zeros_like(scores)
+    for row, stays, out in zip(scores[:, 0], kept[:, 0], noise[:, 0], strict=True):
+        finite = np.isfinite(row)
+        rank = np.unique(-row[finite], return_inverse=True)[1]
+        edge = rank[stays[finite]].max()
+        out[finite] = -np.abs(rank - edge - 2) - row[finite]
+    return noise
+
+
 @pytest.mark.parametrize(
     ("v", "name", "values"),
     [
@@ -472,12 +488,12 @@ def test_sampling_equals_the_reference(v, name, values):
     kinds = score_rows(generator, v)
     scores = np.stack([row for i in range(len(values)) for row in kinds[i % 2 :: 2]])[:, None]
     b = len(scores)
-    noise = generator.gumbel(size=(b, 2, v)).astype(np.float32)
-    noise[1::3] = np.round(noise[1::3])  # ties of the sums
-    noise[::7] = 0  # T = 0
     asked = np.repeat(np.array(values, np.int32 if name == "top_k" else np.float32), 4)
+    usual = generator.gumbel(size=scores.shape).astype(np.float32)
+    noise = np.concatenate([usual, at_the_edge(scores, name, asked)], axis=1)
+    depths = np.arange(b, dtype=np.int32)[:, None] >= 4
     filters_b = [asked if name == each else None for each in ("top_k", "top_p", "min_p")]
-    arguments = scores, noise, np.arange(b, dtype=np.int32)[:, None] % 2, *filters_b
+    arguments = scores, noise, depths.astype(np.int32), *filters_b
     got = interpreted(sample.sample, *arguments)
     np.testing.assert_array_equal(got, sample.reference(*arguments))
 
@@ -510,21 +526,25 @@ def small_sampler(name):
     return jax.jit(run)
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(st.data())
 def test_sampling_among_ties(data):
     v, generator = 256, np.random.default_rng(data.draw(st.integers(0, 999)))
     levels = data.draw(st.integers(1, 6))
     scores = generator.integers(-levels, levels + 1, (2, 1, v)).astype(np.float32)
+    # A hundred apart, there is no bound for top-k to begin at.
+    scores *= data.draw(st.sampled_from([1, 100]))
     scores[generator.random(scores.shape) < data.draw(st.sampled_from([0, 0.5, 0.98]))] = -np.inf
     scores[..., data.draw(st.integers(0, v - 1))] = 0
-    noise = generator.integers(0, levels, (2, 1, v)).astype(np.float32)
-    for name, value in (
-        ("top_k", st.integers(0, v + 1)),
+    above = (scores > scores[..., :1]).sum(axis=-1)[:, 0]  # so many that one level is just kept
+    for name, values in (
+        ("top_k", st.sampled_from([0, 1, 2, 50, v, *above, *(above + 1)])),
         ("top_p", st.sampled_from([0, 1e-45, 0.1, 0.4, 0.7, 0.95, 1])),
     ):
-        asked = np.array([data.draw(value) for _ in range(2)])
+        asked = np.array([data.draw(values) for _ in range(2)])
         asked = asked.astype(np.int32 if name == "top_k" else np.float32)
+        noise = at_the_edge(scores, name, asked)
+        noise[1] = generator.integers(0, levels, (1, v))
         np.testing.assert_array_equal(*small_sampler(name)(scores, noise, asked))
         assert not interpret_pallas_call.get_races().races_found
 
@@ -572,7 +592,7 @@ def test_a_choice_is_the_same_with_the_kernel():
         temperature=np.array([0.0, 0.8], np.float32),
         top_k=np.array([3, 40], np.int32),
         top_p=np.array([0.1, 0.9], np.float32),
-        min_p=np.array([0.5, 0.05], np.float32),
+        min_p=np.array([0.5, 0.6], np.float32),
     )
 
     def choices(logits, interpret=None):
