@@ -20,7 +20,7 @@ from ddtree_jax.errors import InputError
 from ddtree_jax.models import Models, Peers, parameter_name, parameter_shapes
 from ddtree_jax.rounds import DecodeState, Emitted
 from ddtree_jax.sampling import GREEDY, Request, Sampler
-from kernels_pallas import all_sum
+from kernels_pallas import exchange
 from kernels_pallas.dispatch import REFERENCE, Kernels, attention_unsupported, unavailable_reason
 
 MODES = ("ddtree", "dflash", "ar")
@@ -301,14 +301,14 @@ class Engine:
         self.kernels, self.attention = _kernels(attention, target, drafter, dtype)
         self._inboxes = None
         if self.kernels.mosaic and mesh is not None and axis is not None:
-            self._inboxes = all_sum.open_inboxes(mesh, axis, target.hidden_size)
+            self._inboxes = exchange.open_inboxes(mesh, axis, target.hidden_size)
         abstract = nnx.eval_shape(
             lambda: Models(
                 target,
                 drafter,
                 axis=axis,
                 whole_drafter=whole_drafter,
-                peers=all_sum.address_words(shards) if self._inboxes else 0,
+                peers=exchange.address_words(shards) if self._inboxes else 0,
                 kernels=self.kernels,
                 rngs=nnx.Rngs(0),
             )

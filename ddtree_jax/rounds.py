@@ -232,6 +232,7 @@ def _choose(
         sampler=sampler,
         axis=axis,
         kernels=models.kernels,
+        gather=models.target.gather,
     )
     return choice, penalties.log_probs(logits_bnv, choice, axis) if sampler.log_probs else None
 
@@ -435,7 +436,11 @@ def grow_tree(
     with jax.named_scope("tree"):
         ranks = min(budget, models.target.config.vocab_size)
         candidates, log_probs = sampling.draft_candidates(
-            logits_blv, ranks, axis=models.target.axis, stable=stable_top_k
+            logits_blv,
+            ranks,
+            axis=models.target.axis,
+            stable=stable_top_k,
+            gather=models.target.gather,
         )
         return trees.build(
             bonus_b,
@@ -485,7 +490,7 @@ def chain_round(
     """DFlash: the drafter's best token of each slot, verified as a chain."""
     logits, draft_cache = _draft_scores(models, state, sampler, draft_noise)
     state = dataclasses.replace(state, draft_cache=draft_cache)
-    tokens = sampling.argmax(logits, models.target.axis)
+    tokens = sampling.argmax(logits, models.target.axis, models.target.gather)
     tree = trees.chain(jnp.concatenate([state.bonus[:, None], tokens], axis=1))
     return _finish(models, state, tree, tree.tokens.shape[1], sampler)
 

@@ -7,6 +7,7 @@ in a batch; sampling is argmax(filter(logits / T) + Gumbel noise), which is exac
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -128,18 +129,26 @@ def gumbel(seed: jax.Array, sample: jax.Array, position: jax.Array, size: int) -
     return -jnp.log(-jnp.log(uniform))
 
 
-def argmax(logits: jax.Array, axis: str | None) -> jax.Array:
-    """Global token ids int32 of the largest logits [..., v], lowest id on ties.
+# (int32 x, none of it -1; a mesh axis) -> [shards, *x.shape].
+Gather = Callable[[jax.Array, str], jax.Array]
+
+
+def _bits(x: jax.Array, dtype=jnp.int32) -> jax.Array:
+    return lax.bitcast_convert_type(x, dtype)
+
+
+def argmax(logits: jax.Array, axis: str | None, gather: Gather = lax.all_gather) -> jax.Array:
+    """Global token ids int32 of the largest float32 logits [..., v], lowest id on ties.
 
     `axis` names the mesh axis over which the vocabulary is sharded, or is None.
     """
     index = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if axis is None:
         return index
-    best = jnp.max(logits, axis=-1)
-    everyone = lax.all_gather(best, axis)
-    ids = lax.all_gather(index + lax.axis_index(axis) * logits.shape[-1], axis)
-    winner = jnp.argmax(everyone, axis=0)  # the lowest shard on ties, so the lowest id
+    index += lax.axis_index(axis) * logits.shape[-1]
+    everyone = gather(jnp.stack([_bits(jnp.max(logits, axis=-1)), index]), axis)
+    best, ids = _bits(everyone[:, 0], jnp.float32), everyone[:, 1]
+    winner = jnp.argmax(best, axis=0)  # the lowest shard on ties, so the lowest id
     return jnp.take_along_axis(ids, winner[None], axis=0)[0]
 
 
@@ -195,6 +204,7 @@ def choose(
     sampler: Sampler,
     axis: str | None = None,
     kernels: Kernels = REFERENCE,
+    gather: Gather = lax.all_gather,
 ) -> jax.Array:
     """The token int32 [b, n] that follows each node.
 
@@ -206,9 +216,10 @@ def choose(
       sampler: static; without `noise` the greedy program, whatever the temperatures.
       axis: mesh axis of a sharded vocabulary.
       kernels: how what top-k and top-p keep is sampled, if the vocabulary is whole.
+      gather: how shards tell each other what they found.
     """
     if not sampler.noise:
-        return argmax(logits_bnv, axis)
+        return argmax(logits_bnv, axis, gather)
     positions = length_b[:, None] + jnp.arange(max_depth + 1) + 1
     noise_bdv = noise_of(request, positions, logits_bnv.shape[-1], axis)
     # Without noise the best token is chosen, which every filter keeps.
@@ -223,7 +234,7 @@ def choose(
             request.min_p if sampler.min_p else None,
         )
     noise_bnv = jnp.take_along_axis(noise_bdv, depths_bn[:, :, None], axis=1)
-    return argmax(scores(logits_bnv, request, sampler, axis) + noise_bnv, axis)
+    return argmax(scores(logits_bnv, request, sampler, axis) + noise_bnv, axis, gather)
 
 
 def draft_scores(
@@ -268,13 +279,19 @@ def _largest(x_mv: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 
 
 def draft_candidates(
-    logits_blv: jax.Array, ranks: int, *, axis: str | None = None, stable: bool = True
+    logits_blv: jax.Array,
+    ranks: int,
+    *,
+    axis: str | None = None,
+    stable: bool = True,
+    gather: Gather = lax.all_gather,
 ) -> tuple[jax.Array, jax.Array]:
     """The `ranks` best tokens of each slot and their log-probabilities, [b, l, ranks], best first.
 
     Args:
       logits_blv: float32 logits of the block's masked slots.
       axis: mesh axis of a sharded vocabulary; token ids are global.
+      gather: how shards tell each other what they found.
       stable: whether ties take the lowest id; on a GPU an unstable selection is much faster.
     """
     b, slots, v = logits_blv.shape
@@ -284,9 +301,11 @@ def draft_candidates(
     total = jax.nn.logsumexp(flat, axis=-1, keepdims=True)
     if axis is not None:
         tokens += lax.axis_index(axis) * v
-        values, tokens, totals = (
-            lax.all_gather(part, axis, axis=1, tiled=True) for part in (values, tokens, total)
-        )
+        mine = jnp.concatenate([_bits(values), tokens, _bits(total)], axis=1)
+        everyone = jnp.moveaxis(gather(mine, axis), 0, 1)
+        tokens = everyone[..., size:-1].reshape(flat.shape[0], -1)
+        values = _bits(everyone[..., :size], jnp.float32).reshape(tokens.shape)
+        totals = _bits(everyone[..., -1], jnp.float32)
         values, place = lax.top_k(values, ranks)
         tokens = jnp.take_along_axis(tokens, place, axis=1)
         total = jax.nn.logsumexp(totals, axis=-1, keepdims=True)

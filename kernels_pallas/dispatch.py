@@ -8,9 +8,9 @@ import jax
 from jax import lax
 
 from kernels_pallas import (
-    all_sum,
     commit,
     draft_tree,
+    exchange,
     matmul,
     rows,
     sample,
@@ -60,18 +60,24 @@ class Kernels:
     ) -> tuple[jax.Array, jax.Array]:
         """x + sum of the parts, over the shards of a mesh `axis` too, and its RMS norm.
 
-        peers: this device's `all_sum.Inboxes.addresses`; without, XLA sums over the axis.
+        peers: this device's `exchange.Inboxes.addresses`; without, XLA sums over the axis.
         """
         m, d = x_md.shape
         if axis is not None:
             by_kernel = self.mosaic and peers is not None
-            if by_kernel and all_sum.unsupported_reason(m, d, x_md.dtype) is None:
-                return all_sum.add_norm(x_md, parts_smd, weight_d, peers, eps, centred=centred)
+            if by_kernel and exchange.unsupported_reason(m, d, x_md.dtype) is None:
+                return exchange.add_norm(x_md, parts_smd, weight_d, peers, eps, centred=centred)
             parts_smd = lax.psum(rows.total(parts_smd, x_md.dtype), axis)[None]
         arguments = (x_md, parts_smd, weight_d, eps)
         if self.mosaic and rows.add_norm_unsupported(d, x_md.dtype) is None:
             return rows.add_norm(*arguments, centred=centred, interpret=self.interpret)
         return rows.add_norm_reference(*arguments, centred=centred)
+
+    def all_gather(self, x: jax.Array, axis: str, peers: jax.Array | None) -> jax.Array:
+        """[shards, *x.shape] of int32 x, no -1 among them; `peers` as for `add_norm`."""
+        if self.mosaic and peers is not None and x.size <= exchange.GATHERED:
+            return exchange.all_gather(x, peers)
+        return lax.all_gather(x, axis)
 
     def head_rows(
         self,

@@ -22,9 +22,9 @@ from ddtree_jax.models import Models, Peers
 from ddtree_jax.sampling import GREEDY, Request, Sampler
 from ddtree_jax.shapes import SHAPES
 from kernels_pallas import (
-    all_sum,
     commit,
     draft_tree,
+    exchange,
     filters,
     matmul,
     rows,
@@ -268,13 +268,13 @@ def test_sums_over_devices_lower_for_hopper(devices, m, d):
 
     def program(x, parts, weight, addresses):
         for _ in range(2):
-            x, y = all_sum.add_norm(x, parts, weight, addresses[0], 1e-6)
+            x, y = exchange.add_norm(x, parts, weight, addresses[0], 1e-6)
             parts = y[None]
         return x
 
     specs = (jax.P(), jax.P(), jax.P(), jax.P(("data", "model")))
     mapped = jax.shard_map(program, mesh=mesh, in_specs=specs, out_specs=jax.P(), check_vma=False)
-    words = (devices, all_sum.address_words(devices))
+    words = (devices, exchange.address_words(devices))
     arguments = [
         jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
         for shape, dtype, spec in zip(
@@ -294,12 +294,12 @@ def test_sums_over_devices_lower_for_hopper(devices, m, d):
 
 
 @pytest.mark.parametrize("mode", ["ar", "ddtree"])
-def test_a_sharded_round_sums_its_layers_by_the_kernel(mode):
-    """XLA is left with the embedded rows: the nodes', and the block's."""
+def test_a_sharded_round_has_no_collective_of_xla(mode):
+    """So is all that the devices tell each other: the round can be one CUDA graph."""
     target, drafter = small_pair()
     target = dataclasses.replace(target, hidden_size=512).for_shards(2)
     drafter = dataclasses.replace(drafter, hidden_size=512).for_shards(2)
-    kernels, words = Kernels(mosaic=True), all_sum.address_words(2)
+    kernels, words = Kernels(mosaic=True), exchange.address_words(2)
     options = dict(axis="model", kernels=kernels, peers=words)
     abstract = nnx.eval_shape(lambda: Models(target, drafter, **options, rngs=nnx.Rngs(0)))
     graphdef, *states = nnx.split(abstract, nnx.Param, Peers)
@@ -325,29 +325,32 @@ def test_a_sharded_round_sums_its_layers_by_the_kernel(mode):
     )
     with jax.sharding.use_abstract_mesh(mesh):
         text = jax.jit(mapped).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("stablehlo.all_reduce") == {"ar": 1, "ddtree": 2}[mode]
+    assert "stablehlo.all_reduce" not in text
+    assert "stablehlo.all_gather" not in text
     assert "sum_add_norm_kernel" in text
+    assert "gather_kernel" in text
 
 
 def test_inboxes_know_each_other():
     """Own inbox, rank, and the inboxes in the order of the ranks; empty, and nothing done."""
     mesh = jax.make_mesh((1, 1), ("data", "model"), devices=jax.devices()[:1])
-    inboxes = all_sum.open_inboxes(mesh, "model", 512)
-    low, high, rank, *others = np.asarray(inboxes.addresses).view(np.uint32)[0].tolist()
-    assert (low + (high << 32), rank) == (inboxes.memory[0].unsafe_buffer_pointer(), 0)
+    inboxes = exchange.open_inboxes(mesh, "model", 512)
+    low, high, rank, width, *others = np.asarray(inboxes.addresses).view(np.uint32)[0].tolist()
+    assert low + (high << 32) == inboxes.memory[0].unsafe_buffer_pointer()
+    assert (rank, width) == (0, 256)
     assert others == [low, high]
     words = np.asarray(inboxes.memory[0])
-    done = all_sum.MAX_ROWS * all_sum.THREADS
+    done = exchange.MAX_ROWS * exchange.THREADS
     assert (words[:done] == 0).all()
-    assert (words[done:] == all_sum.EMPTY).all()
-    assert len(words) == done + 2 * 1 * all_sum.MAX_ROWS * 512 // 2
+    assert (words[done:] == exchange.EMPTY).all()
+    assert len(words) == done + 2 * 1 * exchange.MAX_ROWS * 512 // 2
 
 
 def test_unsupported_sums_say_why():
-    assert "float32" in all_sum.unsupported_reason(1, 256, jnp.float32)
-    assert "rows of 640" in all_sum.unsupported_reason(1, 640, jnp.bfloat16)
-    assert "513 rows" in all_sum.unsupported_reason(513, 512, jnp.bfloat16)
-    assert all_sum.unsupported_reason(512, 4096, jnp.bfloat16) is None
+    assert "float32" in exchange.unsupported_reason(1, 256, jnp.float32)
+    assert "rows of 640" in exchange.unsupported_reason(1, 640, jnp.bfloat16)
+    assert "513 rows" in exchange.unsupported_reason(513, 512, jnp.bfloat16)
+    assert exchange.unsupported_reason(512, 4096, jnp.bfloat16) is None
 
 
 # Rows.

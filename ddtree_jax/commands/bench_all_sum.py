@@ -20,7 +20,7 @@ from ddtree_jax.commands import shell
 from ddtree_jax.commands.sweep import number_list
 from ddtree_jax.errors import InputError
 from ddtree_jax.sharding import DATA, MODEL, local_mesh
-from kernels_pallas import all_sum
+from kernels_pallas import exchange
 from kernels_pallas.dispatch import REFERENCE, Kernels, unavailable_reason
 
 SUMS = 72  # in a row: those of 36 layers
@@ -51,7 +51,7 @@ def alone(kernels: Kernels, x, parts, weight, peers):
 
 
 def by_reference(kernels: Kernels, x, parts, weight, peers):
-    return all_sum.reference(x, parts, weight, EPS, MODEL)
+    return exchange.reference(x, parts, weight, EPS, MODEL)
 
 
 def by_xla(kernels: Kernels, x, parts, weight, peers):
@@ -120,9 +120,9 @@ def run(args) -> int:
     mesh = local_mesh(1, args.tp)
     assert mesh is not None
     unavailable = unavailable_reason()
-    reason = unavailable or all_sum.unsupported_reason(max(counts), args.size, jnp.bfloat16)
+    reason = unavailable or exchange.unsupported_reason(max(counts), args.size, jnp.bfloat16)
     kernels = Kernels(mosaic=unavailable is None)
-    inboxes = None if reason else all_sum.open_inboxes(mesh, MODEL, args.size)
+    inboxes = None if reason else exchange.open_inboxes(mesh, MODEL, args.size)
     addresses = inboxes.addresses if inboxes else None
     rows: list[dict[str, Any]] = []
     with shell.console(stderr=True).status("Sums") as status:

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from ddtree_jax.commands import shell
 from ddtree_jax.commands.sweep import number_list
-from ddtree_jax.config import DecoderConfig
+from ddtree_jax.config import DecoderConfig, TargetConfig
 from ddtree_jax.engine import bucket
 from ddtree_jax.errors import InputError
 from ddtree_jax.models.layers import rope_tables
@@ -207,7 +207,7 @@ def growing(nodes: int) -> Case:
     )
 
 
-def sampling(config: DecoderConfig, nodes: int, by_mass: bool) -> Case:
+def sampling(config: TargetConfig, nodes: int, by_mass: bool) -> Case:
     """Which tokens are chosen, by top-p or by top-k."""
     v, k, p = config.vocab_size, 50, 0.95
     scores = _normal(0, 1, nodes, v, scale=3.0, dtype=jnp.float32)
@@ -233,7 +233,7 @@ def sampling(config: DecoderConfig, nodes: int, by_mass: bool) -> Case:
     return Case(name, run, (scores, noise, depths), exact[None].astype(np.float64))
 
 
-def cases(config: DecoderConfig, nodes: int, context: int) -> list[Case]:
+def cases(config: TargetConfig, nodes: int, context: int) -> list[Case]:
     found = [
         product(config, nodes),
         gated_product(config, nodes),

@@ -32,6 +32,7 @@ def add_parser(commands) -> None:
     add = parser.add_argument
     add("--shape", choices=sorted(SHAPES), default="qwen3-8b")
     add("--rows", default="1,16,64,128", help="tree nodes, as in 16,64")
+    add("--tp", type=int, default=1, metavar="N", help="the products of one of N devices")
     add("--json", metavar="FILE|-")
     add("--debug", action="store_true")
 
@@ -62,15 +63,19 @@ class Product(NamedTuple):
         return (matmul.gated_matmul if self.gated else matmul.split_matmul)(x, w, plan=plan)
 
 
-def products(config: DecoderConfig) -> list[Product]:
-    """The products of a layer that have kernels."""
-    d, heads = config.hidden_size, config.num_kv_heads * config.group_size * config.head_dim
+def products(config: DecoderConfig, shards: int = 1) -> list[Product]:
+    """The products of a layer that have kernels, of one of the shards for which `config` is."""
+    d, kv_heads, f = (
+        config.hidden_size,
+        config.num_kv_heads // shards,
+        config.intermediate_size // shards,
+    )
     group = config.group_size + 2 + (config.group_size if config.attention_gate else 0)
     return [
-        Product("qkv", d, config.num_kv_heads * group * config.head_dim),
-        Product("o", heads, d),
-        Product("gate, up", d, config.intermediate_size, gated=True),
-        Product("down", config.intermediate_size, d),
+        Product("qkv", d, kv_heads * group * config.head_dim),
+        Product("o", kv_heads * config.group_size * config.head_dim, d),
+        Product("gate, up", d, f, gated=True),
+        Product("down", f, d),
     ]
 
 
@@ -117,14 +122,16 @@ def run(args) -> int:
     counts = number_list("--rows", args.rows)
     if max(counts) > matmul.MAX_ROWS:
         raise InputError(f"--rows is {max(counts)}; expected at most {matmul.MAX_ROWS}")
-    config = SHAPES[args.shape][0]
-    for _, k, n, _ in products(config):
+    if args.tp < 1:
+        raise InputError(f"--tp is {args.tp}; expected at least 1")
+    wanted = products(SHAPES[args.shape][0].for_shards(args.tp), args.tp)
+    for _, k, n, _ in wanted:
         if reason := matmul.unsupported_reason(max(counts), k, n, jnp.bfloat16):
             raise InputError(f"--shape is {args.shape}, with {reason}")
     rows: list[dict[str, Any]] = []
     with shell.console(stderr=True).status("Reading") as status:
         bandwidth = read_bandwidth()
-        for product, count in itertools.product(products(config), counts):
+        for product, count in itertools.product(wanted, counts):
             name, k, n, gated = product
             status.update(f"Measuring {name}, {count} rows")
             weights, x = product.weights(), jnp.ones((count, k), jnp.bfloat16)
@@ -155,10 +162,11 @@ def run(args) -> int:
                     ],
                 }
             )
+    shard = f", one of {args.tp} shards" if args.tp > 1 else ""
     table = Table(
-        title=f"Products of a layer of {args.shape}, us on one {jax.devices()[0].device_kind}; "
-        f"reads at {bandwidth / 1e9:.0f} GB/s. The kernel in its best ways: columns of a tile x "
-        "parts x blocks of a multiprocessor; *: preferred to XLA"
+        title=f"Products of a layer of {args.shape}{shard}, us on one "
+        f"{jax.devices()[0].device_kind}; reads at {bandwidth / 1e9:.0f} GB/s. The kernel in its "
+        "best ways: columns of a tile x parts x blocks of a multiprocessor; *: preferred to XLA"
     )
     for column in ("product", "rows", "floor", "XLA", "kernel as chosen"):
         table.add_column(column, justify="left" if column == "product" else "right")
@@ -179,6 +187,7 @@ def run(args) -> int:
     if args.json != "-":
         shell.console().print(table)
     if args.json:
-        result = {"schema": 1, "shape": args.shape, "read_bytes_per_s": bandwidth, "rows": rows}
+        shared = {"schema": 1, "shape": args.shape, "tp": args.tp}
+        result = shared | {"read_bytes_per_s": bandwidth, "rows": rows}
         shell.write_json(args.json, result)
     return shell.OK

@@ -61,11 +61,6 @@ def linear(
     return y.reshape(*lead, *out)
 
 
-def all_sum(x: jax.Array, axis: str | None) -> jax.Array:
-    """Sum over the tensor-parallel axis; the identity where that axis is absent."""
-    return x if axis is None else lax.psum(x, axis)
-
-
 class RMSNorm(nnx.Module):
     """w * x / rms(x), the statistics in float32, cast to x's dtype before the product.
 
@@ -120,7 +115,7 @@ def rope_tables(
 
 
 class Peers(nnx.Variable):
-    """Where a device finds the inboxes of its group (kernels_pallas/all_sum.py), int32 [words]."""
+    """Where a device finds the inboxes of its group (kernels_pallas/exchange.py), int32 [words]."""
 
 
 def add_bias(parts_smd: jax.Array, bias_d: jax.Array, dtype, axis: str | None = None) -> jax.Array:

@@ -12,7 +12,6 @@ from ddtree_jax.models.layers import (
     DecoderLayer,
     Peers,
     RMSNorm,
-    all_sum,
     linear,
     param,
     rope_tables,
@@ -55,7 +54,14 @@ class Target(nnx.Module):
         )
         if not config.tie_embeddings:
             self.head_dv = param(rngs, shape[::-1], (None, "vocab"))
-        self.config, self.axis = config, axis
+        self.config, self.axis, self.peers, self.kernels = config, axis, peers, kernels
+
+    def gather(self, x: jax.Array, axis: str) -> jax.Array:
+        """[shards, *x.shape] of int32 x, none of them -1, in the order of the shards."""
+        return self.kernels.all_gather(x, axis, self._peers())
+
+    def _peers(self) -> jax.Array | None:
+        return None if self.peers is None else self.peers[...]
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Embedding rows [..., d] of token ids [...]."""
@@ -65,7 +71,13 @@ class Target(nnx.Module):
         local = tokens - lax.axis_index(self.axis) * table.shape[0]
         inside = (local >= 0) & (local < table.shape[0])
         rows = table[jnp.clip(local, 0, table.shape[0] - 1)]
-        return all_sum(jnp.where(inside[..., None], rows, 0), self.axis)
+        rows = jnp.where(inside[..., None], rows, 0).reshape(-1, table.shape[1])
+        # The sum that layers make; nothing is added to it, and its norm is left.
+        nothing, weight = jnp.zeros_like(rows), jnp.ones_like(rows[0])
+        x, _ = self.kernels.add_norm(
+            nothing, rows[None], weight, 1.0, axis=self.axis, peers=self._peers()
+        )
+        return x.reshape(*tokens.shape, -1)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 logits [..., v] of normed hidden rows [..., d], this shard's columns.

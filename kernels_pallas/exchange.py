@@ -1,17 +1,19 @@
-"""The sums of rows over the devices of a tensor-parallel mesh, at the latency of the link.
+"""What the devices of a tensor-parallel mesh tell each other, at the latency of the link.
 
-The sum comes with what follows it, residual and norm, and is an ordinary kernel for XLA: it stays
-in a CUDA graph and nothing is prepared on the host. One shot: a block takes one row, adds up this
-device's partial sums, writes the result into the inbox of every device of its group, its own
-included, and reads its own inbox until nothing in it is empty any more. The order of the sum is
-that of the ranks: every device holds the same bits. Plain peer pointers, no multicast.
+Two kernels: the sum of rows, with what follows it, residual and norm; and a gathering of a few
+numbers. To XLA they are ordinary kernels: they stay in a CUDA graph, and nothing is prepared on the
+host. One shot: a block takes one row, writes it into the inbox of every device of its group, its
+own included, and reads its own inbox until nothing in it is empty any more. The order is that of
+the ranks, also of sums: every device holds the same bits. Plain peer pointers, no multicast.
 
-A row has two slots, used in turn. Every sum waits for everybody, so a device is at most one sum
-ahead of another: when it writes into a slot again, the sum that used the slot before, and emptied
-it, is over everywhere. Sums must therefore follow each other, as those of a model's layers do.
+A row has two slots, used in turn. Every exchange waits for everybody, so a device is at most one
+ahead of another: when it writes into a slot again, the exchange that used the slot before, and
+emptied it, is over everywhere. Exchanges must therefore follow each other, as those of a round do.
 """
 
 import functools
+import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -28,10 +30,11 @@ from kernels_pallas.rows import add_norm_unsupported, rms_norm, total
 
 MAX_ROWS = 512
 THREADS = 128
-# Two bfloat16 that are never sent together: NaNs, for which two others are.
+# Bits that are never sent, those of a NaN or of two of bfloat16: others of a NaN, or two, are.
 EMPTY, NANS = -1, 0x7FC07FC0
 PATIENCE = 2**25  # looks into the inbox, half a minute or more; then the other device is lost
-OWN, RANK, FIRST = 0, 2, 3  # what is where in `Inboxes.addresses`, see `_words`
+OWN, RANK, WIDTH, FIRST = 0, 2, 3, 4  # what is where in `Inboxes.addresses`
+GATHERED = MAX_ROWS * THREADS  # int32 words of a device that can be gathered at once
 
 
 def reference(
@@ -63,13 +66,8 @@ def unsupported_reason(m: int, d: int, dtype) -> str | None:
     return f"rows of {d}; the kernel takes multiples of {step}" if d % step else None
 
 
-def _vector(d: int) -> int:
-    """bfloat16 numbers that a thread sends and takes at a time."""
-    return 8 if d % (8 * THREADS) == 0 else 4
-
-
 def _words(devices: int, d: int) -> int:
-    """int32 words of an inbox: how many sums each thread of a row has done, then the slots.
+    """int32 words of an inbox: how many exchanges each thread of a row has done, then the slots.
 
     [MAX_ROWS, THREADS], and [2, devices, MAX_ROWS, d / 2], by the rank that a row comes from.
     """
@@ -80,8 +78,9 @@ class Inboxes(NamedTuple):
     """Memory of every device of a mesh into which the others of its group write, and where it is.
 
     memory: keep it as long as programs run that got the addresses. addresses: int32
-    [devices, 3 + 2 * group], split over all axes of the mesh: the device's own inbox (low word,
-    high word), its rank in the group, and the inboxes of the group in the order of the ranks.
+    [devices, 4 + 2 * group], split over all axes of the mesh: the device's own inbox (low word,
+    high word), its rank in the group, the words of a row, and the inboxes of the group in the order
+    of the ranks.
     """
 
     memory: list[jax.Array]
@@ -94,7 +93,7 @@ def address_words(group: int) -> int:
 
 
 def open_inboxes(mesh: Mesh, axis: str, d: int) -> Inboxes:
-    """Inboxes for rows of d, summed over `axis`, the last one of the mesh.
+    """Inboxes for rows of d bfloat16, summed over `axis`, the last one of the mesh.
 
     All devices must belong to this process and reach each other's memory, which XLA sees to where
     they can.
@@ -107,45 +106,57 @@ def open_inboxes(mesh: Mesh, axis: str, d: int) -> Inboxes:
         inboxes = jax.block_until_ready([jax.device_put(empty, device) for device in group])
         halves = [divmod(inbox.unsafe_buffer_pointer(), 2**32)[::-1] for inbox in inboxes]
         everyone = [half for each in halves for half in each]
-        table += [[*own, rank, *everyone] for rank, own in enumerate(halves)]
+        table += [[*own, rank, d // 2, *everyone] for rank, own in enumerate(halves)]
         memory += inboxes
     words = np.array(table, np.uint32).astype(np.int32)
     where = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     return Inboxes(memory, jax.device_put(words, where))
 
 
+def _wide(words: int) -> str:
+    return "" if words == 1 else f".v{words}"
+
+
+def _operands(numbers: Iterable[int]) -> str:
+    names = [f"${number}" for number in numbers]
+    return names[0] if len(names) == 1 else "{" + ", ".join(names) + "}"
+
+
 def _receive(address: Any, vectors: int, words: int) -> list[Any]:
     """Waits until none of a thread's vectors is empty any more and empties them; int32 words."""
     i32 = ir.IntegerType.get_signless(32)
-    step = 4 * words * THREADS
     count = vectors * words
+    places = [f"[${count} + {4 * words * THREADS * each}]" for each in range(vectors)]
     lines = ["{", ".reg .pred p;", ".reg .b32 n;", "mov.b32 n, 0;", "again:"]
     lines += ["add.u32 n, n, 1;", f"setp.gt.u32 p, n, {PATIENCE};", "@p trap;"]
-    for each in range(vectors):
-        into = ", ".join(f"${each * words + word}" for word in range(words))
-        at = f"[${count} + {each * step}]"
-        lines.append(f"ld.relaxed.sys.global.v{words}.b32 {{{into}}}, {at};")
+    for each, place in enumerate(places):
+        into = _operands(range(each * words, (each + 1) * words))
+        lines.append(f"ld.relaxed.sys.global{_wide(words)}.b32 {into}, {place};")
     lines.append(f"setp.eq.b32 p, $0, {EMPTY};")
     lines += [f"setp.eq.or.b32 p, ${word}, {EMPTY}, p;" for word in range(1, count)]
     lines.append("@p bra again;")
-    nothing = ", ".join([str(EMPTY)] * words)
-    for each in range(vectors):
-        at = f"[${count} + {each * step}]"
-        lines.append(f"st.relaxed.sys.global.v{words}.b32 {at}, {{{nothing}}};")
+    lines += ["mov.b32 n, -1;"]
+    nothing = "n" if words == 1 else "{" + ", ".join(["n"] * words) + "}"
+    lines += [f"st.relaxed.sys.global{_wide(words)}.b32 {place}, {nothing};" for place in places]
     lines.append("}")
+    types = [i32] * count
     return list(
-        mgpu.utils.inline_ptx(
-            "\n".join(lines), address, result_types=[i32] * count, has_side_effects=True
-        )
+        mgpu.utils.inline_ptx("\n".join(lines), address, result_types=types, has_side_effects=True)
     )
 
 
-def _exchange(devices: int, d: int):
-    """(a row of this device, addresses) -> the rows of all devices, in the order of the ranks."""
-    size = _vector(d)
-    words, vectors = size // 2, d // (size * THREADS)
-    layout = plgpu.Layout.WG_STRIDED((d,), vec_size=size)
-    row_type = plgpu.ShapeDtypeStruct((d,), jnp.bfloat16, layout)
+def _group(addresses: jax.Array) -> int:
+    return (addresses.shape[0] - FIRST) // 2
+
+
+def _exchange(devices: int, size: int, dtype):
+    """(a row [size] of this device, addresses) -> the rows of all devices, in rank order."""
+    item = jnp.dtype(dtype).itemsize
+    # What a thread sends and takes at a time: 16 bytes, or as many as the row has for it.
+    numbers = next(n for n in (16 // item, 8 // item, 4 // item) if size % (n * THREADS) == 0)
+    words, vectors = numbers * item // 4, size // (numbers * THREADS)
+    layout = plgpu.Layout.WG_STRIDED((size,), vec_size=numbers)
+    row_type = plgpu.ShapeDtypeStruct((size,), dtype, layout)
 
     @plgpu.inline_mgpu(
         arg_types=(layout, plgpu.RefType()), return_type=[row_type for _ in range(devices)]
@@ -166,7 +177,7 @@ def _exchange(devices: int, d: int):
             high = arith.shli(wide(word_at(index + 1)), number(32))
             return arith.ori(wide(word_at(index)), high)
 
-        own, rank = inbox_at(OWN), wide(word_at(RANK))
+        own, rank, width = inbox_at(OWN), wide(word_at(RANK)), wide(word_at(WIDTH))
         row = arith.index_cast(i64, gpu.block_id(gpu.Dimension.x))
         thread = wide(mgpu.utils.thread_idx())
         line = arith.addi(arith.muli(row, number(THREADS)), thread)
@@ -180,24 +191,25 @@ def _exchange(devices: int, d: int):
             parity = wide(arith.andi(done, mgpu.c(1, i32)))
             at = arith.addi(arith.muli(parity, number(devices)), source)
             at = arith.addi(arith.muli(at, number(MAX_ROWS)), row)
-            offset = arith.addi(arith.muli(at, number(2 * d)), arith.muli(thread, number(2 * size)))
-            return arith.addi(inbox, arith.addi(offset, number(4 * MAX_ROWS * THREADS)))
+            at = arith.addi(arith.muli(at, width), arith.muli(thread, number(words)))
+            at = arith.addi(at, number(MAX_ROWS * THREADS))
+            return arith.addi(inbox, arith.muli(at, number(4)))
 
         packed = ir.VectorType.get((words,), i32)
         sent = []
         for register in mine.registers.flat:
-            pairs = vector.bitcast(packed, register)
+            parts = vector.bitcast(packed, register)
             for index in range(words):
-                pair = vector.extract(pairs, dynamic_position=[], static_position=[index])
-                is_empty = arith.cmpi(arith.CmpIPredicate.eq, pair, mgpu.c(EMPTY, i32))
-                sent.append(arith.select(is_empty, mgpu.c(NANS, i32), pair))
-        operands = ", ".join(f"${1 + word}" for word in range(words))
+                part = vector.extract(parts, dynamic_position=[], static_position=[index])
+                is_empty = arith.cmpi(arith.CmpIPredicate.eq, part, mgpu.c(EMPTY, i32))
+                sent.append(arith.select(is_empty, mgpu.c(NANS, i32), part))
+        operands = _operands(range(1, words + 1))
         for device in range(devices):
             target = slot(inbox_at(FIRST + 2 * device), rank)
             for each in range(vectors):
                 mgpu.utils.inline_ptx(
-                    f"st.relaxed.sys.global.v{words}.b32 [$0], {{{operands}}};",
-                    arith.addi(target, number(each * 2 * size * THREADS)),
+                    f"st.relaxed.sys.global{_wide(words)}.b32 [$0], {operands};",
+                    arith.addi(target, number(each * 4 * words * THREADS)),
                     *sent[each * words : (each + 1) * words],
                     has_side_effects=True,
                 )
@@ -206,10 +218,12 @@ def _exchange(devices: int, d: int):
             got = _receive(slot(own, number(source)), vectors, words)
             registers = np.empty((vectors,), object)
             for each in range(vectors):
-                pairs = vector.from_elements(packed, got[each * words : (each + 1) * words])
-                registers[each] = vector.bitcast(mine.registers.flat[each].type, pairs)
+                parts = vector.from_elements(packed, got[each * words : (each + 1) * words])
+                registers[each] = vector.bitcast(mine.registers.flat[each].type, parts)
             rows.append(
-                mgpu.FragmentedArray(_registers=registers, _layout=mine.layout, _is_signed=None)
+                mgpu.FragmentedArray(
+                    _registers=registers, _layout=mine.layout, _is_signed=mine.is_signed
+                )
             )
         mgpu.utils.inline_ptx(
             "st.relaxed.gpu.global.b32 [$0], $1;",
@@ -240,25 +254,25 @@ def add_norm(
     Sums over the same inboxes must depend on each other, so that they run one after another.
     """
     s, m, d = parts_smd.shape
-    exchange = _exchange((addresses.shape[0] - FIRST) // 2, d)
+    exchange = _exchange(_group(addresses), d, jnp.bfloat16)
 
     def sum_add_norm_kernel(x_ref, parts_ref, weight_ref, addresses_ref, o_ref, y_ref):
         row = lax.axis_index("row")
         mine = functools.reduce(
             lambda a, b: a + b, (parts_ref[part, row].astype(jnp.float32) for part in range(s))
         )
+        # All reads before the wait.
+        x, weight = x_ref[row].astype(jnp.float32), weight_ref[...]
         rows = exchange(mine.astype(jnp.bfloat16), addresses_ref)
         y = functools.reduce(lambda a, b: a + b, (each.astype(jnp.float32) for each in rows))
-        y = y.astype(jnp.bfloat16).astype(jnp.float32)
-        x = (x_ref[row].astype(jnp.float32) + y).astype(jnp.bfloat16)
+        x = (x + y.astype(jnp.bfloat16).astype(jnp.float32)).astype(jnp.bfloat16)
         o_ref[row] = x
         wide = x.astype(jnp.float32)
         scale = lax.rsqrt(jnp.sum(wide * wide) / d + eps)
         if centred:
-            weight = 1.0 + weight_ref[...].astype(jnp.float32)
-            y_ref[row] = (wide * scale * weight).astype(jnp.bfloat16)
+            y_ref[row] = (wide * scale * (1.0 + weight.astype(jnp.float32))).astype(jnp.bfloat16)
         else:
-            y_ref[row] = (wide * scale).astype(jnp.bfloat16) * weight_ref[...]
+            y_ref[row] = (wide * scale).astype(jnp.bfloat16) * weight
 
     row = jax.ShapeDtypeStruct((m, d), jnp.bfloat16)
     return plgpu.kernel(
@@ -270,3 +284,32 @@ def add_norm(
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(x_md, parts_smd, weight_d, addresses)
+
+
+@jax.jit
+def all_gather(x: jax.Array, addresses: jax.Array) -> jax.Array:
+    """[devices, *x.shape], the x of every device of the group, in the order of the ranks.
+
+    Args:
+      x: int32, at most GATHERED numbers and none of them EMPTY, which arrives as NANS.
+      addresses: as for `add_norm`.
+    """
+    devices, size = _group(addresses), math.prod(x.shape)
+    rows = jnp.pad(x.reshape(-1), (0, -size % THREADS)).reshape(-1, THREADS)
+    m = rows.shape[0]
+    exchange = _exchange(devices, THREADS, jnp.int32)
+
+    def gather_kernel(x_ref, addresses_ref, o_ref):
+        row = lax.axis_index("row")
+        for device, each in enumerate(exchange(x_ref[row], addresses_ref)):
+            o_ref[device, row] = each
+
+    y = plgpu.kernel(
+        gather_kernel,
+        out_type=jax.ShapeDtypeStruct((devices, m, THREADS), jnp.int32),
+        grid=(m,),
+        grid_names=("row",),
+        num_threads=1,
+        thread_name="wg",
+    )(rows, addresses)
+    return y.reshape(devices, -1)[:, :size].reshape(devices, *x.shape)
