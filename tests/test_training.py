@@ -7,6 +7,7 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from pairs import ORACLE, engine, golden, jitted, models, rarely
@@ -293,6 +294,45 @@ def test_training_learns_and_resumes_exactly(tmp_path):
         np.testing.assert_allclose(resumed[name], value, atol=1e-5, err_msg=name)
 
 
+def named_parameters(drafter):
+    named = jax.tree.flatten_with_path(nnx.state(drafter))[0]
+    return {parameter_name(path): np.array(leaf) for path, leaf in named}
+
+
+def test_training_begins_from_given_parameters(tmp_path):
+    """Without a step they come back as they were, and the first held-out loss is theirs."""
+    pair = models(NAME)
+    initial = named_parameters(pair.drafter)
+    rows = data.pack(documents(count=4), 128, seed=0)
+    batch = rows.take(np.arange(len(rows)))
+    config, seen = loss.LossConfig(anchors=8), []
+
+    def run(steps):
+        chosen = settings(steps=steps, rows=len(rows))
+        shared = rows, rows, chosen, config, tmp_path, seen.append
+        return loop.train(pair.target, pair.drafter.config, *shared, initial)
+
+    begun = run(steps=0)
+    assert begun.keys() == initial.keys()
+    for name, value in initial.items():
+        np.testing.assert_array_equal(begun[name], value, err_msg=name)
+
+    def of_pair(pair, batch):
+        return loss.block_loss(pair.drafter, pair.target, batch, jax.random.key(0), config)[0]
+
+    assert seen[0]["loss"] == pytest.approx(float(jitted(pair, of_pair)(batch)), abs=2e-4)
+
+    # A run that was interrupted goes on from its checkpoint, whatever it is to begin from.
+    other = Drafter(pair.drafter.config, rngs=nnx.Rngs(3))
+    params = jax.tree.leaves(nnx.state(other))
+    with ocp.CheckpointManager(tmp_path / "checkpoints") as manager:
+        loop.save(manager, 1, params, loop.optimiser(settings()).init(params), 0.0)
+    resumed = run(steps=1)
+    for name, value in named_parameters(other).items():
+        np.testing.assert_array_equal(resumed[name], value, err_msg=name)
+    assert seen[1]["loss"] > 2 * seen[0]["loss"]
+
+
 def test_training_ends_by_the_clock(tmp_path):
     config = settings(steps=10**9, minutes=1e-9, warmup=1)
     pair = models(NAME)
@@ -315,9 +355,7 @@ def test_training_ends_by_the_clock(tmp_path):
 
 def test_an_exported_drafter_is_a_public_one(tmp_path):
     target, config = SHAPES["tiny"]
-    drafter = Drafter(config, rngs=nnx.Rngs(0))
-    named = jax.tree.flatten_with_path(nnx.state(drafter))[0]
-    params = {parameter_name(path): np.asarray(leaf) for path, leaf in named}
+    params = named_parameters(Drafter(config, rngs=nnx.Rngs(0)))
     export_drafter(config, target, params, tmp_path, dtype=np.float32)
     source = convert.open_model(tmp_path, drafter=True)
     source.check()
@@ -388,12 +426,29 @@ def test_command_trains_and_exports(tmp_path, capsys):
     assert main(["export", *shared, "--out", str(tmp_path / "out")]) == 0
     recipe = json.loads((tmp_path / "recipe.json").read_text())
     assert recipe["held_out"]["step"] == 2
+    assert recipe["init"] is None
     drafter = convert.open_model(tmp_path / "out", drafter=True)
     drafter.check()
     assert (drafter.config.num_layers, drafter.config.target_layer_ids) == (1, (0, 2))
     capsys.readouterr()
     assert main(["export", *shared]) == 2
     assert capsys.readouterr().err.startswith("error: --out is missing")
+
+    # Begun from that drafter, trained by steps of almost nothing, exported: the same files.
+    init = str(convert.convert(drafter, tmp_path / "converted"))
+    shared[shared.index("--work") + 1] = str(tmp_path / "second")
+    (tmp_path / "second").mkdir()
+    (tmp_path / "data").rename(tmp_path / "second" / "data")
+    still = ["--init", init, "--learning-rate", "1e-30"]
+    assert main(["train", *shared, *small, *still]) == 0
+    assert main(["export", *shared, "--out", str(tmp_path / "again")]) == 0
+    recipe = json.loads((tmp_path / "second" / "recipe.json").read_text())
+    assert recipe["init"] == init
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "again").iterdir())
+    for name in names:
+        written = (tmp_path / "again" / name).read_bytes()
+        assert written == (tmp_path / "out" / name).read_bytes(), name
 
 
 @pytest.mark.parametrize(
@@ -438,4 +493,75 @@ def test_bad_usage_is_found_before_any_work(tmp_path, capsys, step, flags, words
     assert error.count("\n") == 1
     for word in words:
         assert word in error
+    assert not (tmp_path / "work").exists()
+
+
+@pytest.fixture
+def begun_from(tmp_path):
+    """A public drafter as the default flags of `described` have it: (folder, its config.json)."""
+    target = convert.open_model(ORACLE / NAME / "target", drafter=False).config
+    config = drafter_config(target, _parser().parse_args(described()))
+    params = named_parameters(Drafter(config, rngs=nnx.Rngs(0)))
+    export_drafter(config, target, params, tmp_path / "public")
+    file = tmp_path / "public" / "config.json"
+    return tmp_path / "public", file, json.loads(file.read_text())
+
+
+def described(*flags):
+    return ["--layers", "2", "--block-size", "8", "--target-layer-ids", "0,2", *flags]
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "problem"),
+    [
+        ({}, ["--layers", "3"], "'num_layers' is 2; expected 3 (--layers)"),
+        ({}, ["--block-size", "4"], "'block_size' is 8; expected 4 (--block-size)"),
+        ({}, ["--mask-token-id", "5"], "'mask_token_id' is 16; expected 5 (--mask-token-id)"),
+        (
+            {},
+            ["--target-layer-ids", "2,0"],
+            "'target_layer_ids' is (0, 2); expected (2, 0) (--target-layer-ids)",
+        ),
+        ({"head_dim": 16}, [], "'head_dim' is 16; expected 12 (--target)"),
+        ({"rope_theta": 5e5}, [], "'rope.theta' is 500000.0; expected 10000.0 (--target)"),
+        ({"vocab_size": 64}, [], "'vocab_size' is 64; expected 128 (--target)"),
+        (
+            {"is_causal": True},
+            [],
+            "'causal_block' is (True, True); expected (False, False) (--init takes no other)",
+        ),
+        # Of two fields that differ the first.
+        (
+            {"attention_bias": True},
+            ["--block-size", "4"],
+            "'attention_bias' is True; expected False (--init takes no other)",
+        ),
+    ],
+)
+def test_training_begins_only_from_what_the_flags_describe(
+    tmp_path, capsys, begun_from, changes, flags, problem
+):
+    folder, file, values = begun_from
+    file.write_text(json.dumps(values | changes))
+    shared = ["--target", str(ORACLE / NAME / "target"), "--work", str(tmp_path / "work")]
+    assert main(["train", *shared, "--init", str(folder), *described(*flags)]) == 2
+    assert capsys.readouterr().err == f"error: {file}: {problem}\n"
+    assert not (tmp_path / "work").exists()
+
+
+def test_a_drafter_to_begin_from_is_whole_and_may_leave_its_targets_size_unsaid(
+    tmp_path, capsys, begun_from
+):
+    folder, file, values = begun_from
+    unsaid = {"vocab_size": None, "num_target_layers": None}
+    file.write_text(json.dumps(values | unsaid))
+    target = convert.open_model(ORACLE / NAME / "target", drafter=False).config
+    expected = drafter_config(target, _parser().parse_args(described()))
+    source = train._open_init(str(folder), expected)
+    assert (source.config.vocab_size, source.config.num_target_layers) == (None, None)
+    for weights in folder.glob("model-*.safetensors"):
+        weights.unlink()
+    shared = ["--target", str(ORACLE / NAME / "target"), "--work", str(tmp_path / "work")]
+    assert main(["train", *shared, "--init", str(folder), *described()]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {folder}")
     assert not (tmp_path / "work").exists()

@@ -5,8 +5,9 @@ import itertools
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +17,23 @@ from rich.console import Console
 
 from ddtree_jax import api
 from ddtree_jax.commands import shell
-from ddtree_jax.config import MAX_BLOCK_SIZE, DrafterConfig, TargetConfig, check_pair
+from ddtree_jax.config import (
+    MAX_BLOCK_SIZE,
+    DecoderConfig,
+    DrafterConfig,
+    RopeConfig,
+    TargetConfig,
+    check_pair,
+)
 from ddtree_jax.engine import Options, bucket
 from ddtree_jax.errors import InputError
 from ddtree_jax.models import Target
 from ddtree_jax.training import data, prompts
 from ddtree_jax.training.loop import TrainConfig, train
 from ddtree_jax.training.loss import LossConfig
+
+if TYPE_CHECKING:
+    from convert.source import Source
 
 CHUNK = 1024  # answers per data file: some seconds of work, lost if a process is killed
 
@@ -70,6 +81,11 @@ def _parser() -> shell.Parser:
     drafter.add_argument("--target-layer-ids", default="1,8,14,20,27")
     drafter.add_argument("--mask-token-id", type=int, default=16)
     training = parser.add_argument_group("train")
+    training.add_argument(
+        "--init",
+        metavar="PATH|ID",
+        help="begin from this drafter, not from random weights; checkpoints in --work win over it",
+    )
     training.add_argument("--steps", type=int, default=TrainConfig.steps)
     training.add_argument("--train-minutes", type=float, default=TrainConfig.minutes)
     training.add_argument("--rows", type=int, default=TrainConfig.rows)
@@ -118,6 +134,8 @@ def _check(args, steps: Sequence[str]) -> None:
         target = convert.open_model(args.target or api.bundled_target(), drafter=False).config
         flags = "--target-layer-ids, --mask-token-id"  # all else is the target's own
         check_pair(target, drafter_config(target, args), flags)
+        if "train" in steps and args.init is not None:
+            _open_init(args.init, drafter_config(target, args)).check()
 
 
 def _layer_ids(args) -> tuple[int, ...]:
@@ -163,6 +181,44 @@ def drafter_config(target: TargetConfig, args) -> DrafterConfig:
             num_target_layers=target.num_layers,
         )
     )
+
+
+# What says how a drafter's configuration is to be; the target does for all that is not here.
+_SAID_BY = {
+    "num_layers": "--layers",
+    "block_size": "--block-size",
+    "mask_token_id": "--mask-token-id",
+    "target_layer_ids": "--target-layer-ids",
+} | dict.fromkeys(["attention_bias", "windows", "causal_block"], "--init takes no other")
+
+
+def _open_init(init: str, expected: DrafterConfig) -> "Source[DrafterConfig]":
+    """Opens the drafter that training begins from; its configuration must be the expected one.
+
+    Raises:
+      InputError: there is no such drafter, or it differs; the first such field is named. What its
+        file leaves unsaid (None: the size of its target) does not differ.
+    """
+    import convert
+
+    source = convert.open_model(init, drafter=True)
+    for (name, theirs), (_, ours) in zip(_facts(source.config), _facts(expected), strict=True):
+        if theirs not in (ours, None):
+            said_by = _SAID_BY.get(name, "--target")
+            raise InputError(
+                f"{source.config_file}: {name!r} is {theirs}; expected {ours} ({said_by})"
+            )
+    return source
+
+
+def _facts(config: DecoderConfig | RopeConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """A configuration's fields, those of its RoPE one by one: (name, value)."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, RopeConfig):
+            yield from _facts(value, f"{field.name}.")
+        else:
+            yield prefix + field.name, value
 
 
 def _generate(args, console: Console) -> None:
@@ -293,6 +349,7 @@ def _train(args, console: Console) -> None:
     graphdef, _ = nnx.split(abstract)
     state = convert.to_state(abstract, source.load(args.dtype))
     target = nnx.merge(graphdef, jax.tree.map(jnp.asarray, state))
+    initial = None if args.init is None else _open_init(args.init, config).load("float32")
 
     last: dict = {}
 
@@ -314,13 +371,14 @@ def _train(args, console: Console) -> None:
         save_every=args.eval_every,
     )
     loss_config = LossConfig(anchors=args.anchors, gamma=args.gamma)
-    params = train(target, config, rows, held, train_config, loss_config, work, report)
+    params = train(target, config, rows, held, train_config, loss_config, work, report, initial)
     with shell.atomic(work / "drafter.npz") as temporary, temporary.open("wb") as file:
         np.savez(file, **params)  # type: ignore[arg-type]  # the stub takes a name for an option
     recipe = {
         "data": {"rows": len(rows), "answer_tokens": int(rows.in_answer.sum())},
         "train": dataclasses.asdict(train_config),
         "loss": dataclasses.asdict(loss_config),
+        "init": args.init,
         "device": jax.devices()[0].device_kind,
         "held_out": last,
     }

@@ -4,10 +4,11 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
@@ -79,16 +80,24 @@ def train(
     loss_config: LossConfig,
     folder: Path,
     report: Callable[[dict], None],
+    initial: Mapping[str, np.ndarray] | None = None,
 ) -> dict[str, np.ndarray]:
     """Trains, or resumes from `folder`, and returns the drafter's float32 parameters by path.
 
     The target is frozen and keeps its dtype, in which the drafter's forward runs too; its master
     weights and the optimiser's state are float32. `report` receives each metrics record; they are
     also appended to folder/metrics.jsonl.
+
+    `initial` holds the drafter's float32 parameters by path, from which training begins instead of
+    random ones; moments and step begin at zero all the same. It is for the beginning only: where
+    `folder` has a checkpoint, the interrupted run goes on from that.
     """
     graphdef, state = nnx.split(Drafter(drafter_config, rngs=nnx.Rngs(config.seed)))
     named, treedef = jax.tree.flatten_with_path(state)
     names, params = [parameter_name(path) for path, _ in named], [leaf for _, leaf in named]
+    if initial is not None:
+        # Copies, since an update donates its parameters.
+        params = [jnp.array(initial[name], jnp.float32) for name in names]
     target_def, target_state = nnx.split(target)
     dtype = target.embed_vd[...].dtype
     tx = optimiser(config)
