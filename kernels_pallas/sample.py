@@ -18,10 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas import filters
 
-CHUNK = (
-    32,
-    128,
-)  # scores that are read at a time; rows of 128, so that tensor copies fill the rest
+CHUNK = (32, 128)  # scores that are read at a time: a tensor copy moves up to 256 along an axis
 SIZE = CHUNK[0] * CHUNK[1]
 SLOTS = 12  # chunks in shared memory
 RANGE = 64.0  # below the largest score, where the bound is searched
@@ -122,6 +119,7 @@ def _sample(scores, noise, noise_row, limit, min_p, *, by_mass: bool, interpret)
         scores_ref, noise_ref, noise_row_ref, limit_ref, min_p_ref, o_ref, buffer, full
     ):
         row = lax.axis_index("row")
+        limit = limit_ref[row]
         scores_source, noise_source = (scores_ref, row), (noise_ref, noise_row_ref[row])
 
         def lane():
@@ -186,7 +184,7 @@ def _sample(scores, noise, noise_row, limit, min_p, *, by_mass: bool, interpret)
                 def count(step, chunks, above):
                     return above + jnp.where(chunks[0] > score, 1.0, 0.0)
 
-                return jnp.sum(sweep([scores_source], count, zeros)) < limit_ref[row]
+                return jnp.sum(sweep([scores_source], count, zeros)) < limit
 
             def weigh(step, chunks, carry):
                 above, total = carry
@@ -195,7 +193,7 @@ def _sample(scores, noise, noise_row, limit, min_p, *, by_mass: bool, interpret)
 
             above, total = (jnp.sum(x) for x in sweep([scores_source], weigh, (zeros, zeros)))
             # At p = 0 the most probable token still stays.
-            return above < jnp.maximum(limit_ref[row] * total, jnp.finfo(jnp.float32).tiny)
+            return above < jnp.maximum(limit * total, jnp.finfo(jnp.float32).tiny)
 
         # The largest score of each lane, of which there are as many as a chunk has scores.
         largest = sweep(
@@ -206,13 +204,13 @@ def _sample(scores, noise, noise_row, limit, min_p, *, by_mass: bool, interpret)
         peak = jnp.max(largest)
         bound = jnp.float32(-jnp.inf)
         if not by_mass:
-            # The k-th largest score is above what k lanes have a score above. Few others are, as
-            # a lane seldom has two of the largest.
+            # Where k lanes have a score above it, a number is below the k-th largest. A lane seldom
+            # has two of the largest, so the greatest such number has few others above it.
             def halve(_, ends):
                 low, high = ends
                 middle = 0.5 * (low + high)
                 above = jnp.sum(jnp.where(largest > middle, 1.0, 0.0))
-                enough = above >= limit_ref[row]
+                enough = above >= limit
                 return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
 
             low, _ = lax.fori_loop(0, HALVINGS, halve, (peak - RANGE, peak))
