@@ -209,7 +209,7 @@ def growing(nodes: int) -> Case:
 
 def sampling(config: TargetConfig, nodes: int, by_mass: bool) -> Case:
     """Which tokens are chosen, by top-p or by top-k."""
-    v, k, p = config.vocab_size, 50, 0.95
+    v, k, p = config.padded_vocab, 50, 0.95
     scores = _normal(0, 1, nodes, v, scale=3.0, dtype=jnp.float32)
     noise = jnp.asarray(np.random.default_rng(1).gumbel(size=(1, PATH, v)), jnp.float32)
     depths = jnp.arange(nodes)[None] % PATH
