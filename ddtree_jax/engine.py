@@ -301,7 +301,9 @@ class Engine:
         self.kernels, self.attention = _kernels(attention, target, drafter, dtype)
         self._inboxes = None
         if self.kernels.mosaic and mesh is not None and axis is not None:
-            self._inboxes = exchange.open_inboxes(mesh, axis, target.hidden_size)
+            devices = mesh.devices.flatten()
+            if exchange.unreachable_reason(devices) is None:
+                self._inboxes = exchange.open_inboxes(mesh, axis, target.hidden_size)
         abstract = nnx.eval_shape(
             lambda: Models(
                 target,
@@ -340,6 +342,16 @@ class Engine:
         # worker takes programs in the order of need: prefill first.
         workers = 1 if jax.default_backend() == "cpu" else 4
         self._compilers = ThreadPoolExecutor(workers, thread_name_prefix="ddtree-compile")
+
+    @property
+    def sums(self) -> str | None:
+        """What adds up the shards' parts of a sum: "kernel", "XLA", or None where nothing is split.
+
+        The kernel needs Hopper GPUs that reach each other's memory, and bfloat16.
+        """
+        if sharding.shards_of(self.mesh)[1] == 1:
+            return None
+        return "XLA" if self._inboxes is None else "kernel"
 
     @property
     def tokenizer(self) -> Any:

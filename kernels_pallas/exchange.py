@@ -11,7 +11,9 @@ ahead of another: when it writes into a slot again, the exchange that used the s
 emptied it, is over everywhere. Exchanges must therefore follow each other, as those of a round do.
 """
 
+import ctypes
 import functools
+import itertools
 import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -74,6 +76,21 @@ def _words(devices: int, d: int) -> int:
     return MAX_ROWS * (THREADS + devices * d)
 
 
+def unreachable_reason(devices: Iterable[Any]) -> str | None:
+    """Why these GPUs of this process cannot write into each other's memory, or None."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "there is no CUDA driver"
+    for device, peer in itertools.permutations(devices, 2):
+        reaches = ctypes.c_int(0)
+        pair = (device.local_hardware_id, peer.local_hardware_id)
+        error = driver.cuDeviceCanAccessPeer(ctypes.byref(reaches), *pair)
+        if error or not reaches.value:
+            return f"GPU {pair[0]} cannot write into the memory of GPU {pair[1]}"
+    return None
+
+
 class Inboxes(NamedTuple):
     """Memory of every device of a mesh into which the others of its group write, and where it is.
 
@@ -95,8 +112,8 @@ def address_words(group: int) -> int:
 def open_inboxes(mesh: Mesh, axis: str, d: int) -> Inboxes:
     """Inboxes for rows of d bfloat16, summed over `axis`, the last one of the mesh.
 
-    All devices must belong to this process and reach each other's memory, which XLA sees to where
-    they can.
+    All devices belong to this process; see `unreachable_reason`. XLA opens their memory to each
+    other.
     """
     groups = mesh.devices.reshape(-1, mesh.shape[axis])
     empty = np.full(_words(groups.shape[1], d), EMPTY, np.int32)

@@ -5,6 +5,7 @@ What a GPU makes of them is not seen here; `scripts/bench.py` measures that.
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -344,6 +345,22 @@ def test_inboxes_know_each_other():
     assert (words[:done] == 0).all()
     assert (words[done:] == exchange.EMPTY).all()
     assert len(words) == done + 2 * 1 * exchange.MAX_ROWS * 512 // 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [((0, 1), None), ((0, 0), "GPU 3 cannot write into the memory of GPU 5"), ((101, 1), "GPU 3")],
+)
+def test_devices_that_do_not_reach_each_other_are_found(answer, reason, monkeypatch):
+    def can_access(reaches, device, peer):
+        assert {device, peer} == {3, 5}
+        reaches._obj.value = answer[1]
+        return answer[0]
+
+    driver = SimpleNamespace(cuDeviceCanAccessPeer=can_access)
+    monkeypatch.setattr(exchange.ctypes, "CDLL", lambda name: driver)
+    got = exchange.unreachable_reason([SimpleNamespace(local_hardware_id=i) for i in (3, 5)])
+    assert got is None if reason is None else reason in got
 
 
 def test_unsupported_sums_say_why():

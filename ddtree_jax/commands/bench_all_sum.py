@@ -120,7 +120,11 @@ def run(args) -> int:
     mesh = local_mesh(1, args.tp)
     assert mesh is not None
     unavailable = unavailable_reason()
-    reason = unavailable or exchange.unsupported_reason(max(counts), args.size, jnp.bfloat16)
+    reason = (
+        unavailable
+        or exchange.unsupported_reason(max(counts), args.size, jnp.bfloat16)
+        or exchange.unreachable_reason(mesh.devices.flatten())
+    )
     kernels = Kernels(mosaic=unavailable is None)
     inboxes = None if reason else exchange.open_inboxes(mesh, MODEL, args.size)
     addresses = inboxes.addresses if inboxes else None

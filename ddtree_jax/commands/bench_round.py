@@ -285,6 +285,7 @@ def measured(engine: Engine, plan: Plan, count: int, status) -> dict[str, Any]:
     result = {
         "device": jax.devices()[0].device_kind,
         "attention": engine.attention,
+        "sums": engine.sums,
         "read_bytes_per_s": bandwidth,
         "matrix_flops_per_s": rate,
         "rows": rows,

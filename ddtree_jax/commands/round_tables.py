@@ -80,10 +80,11 @@ def parts_table(parts: list[dict[str, Any]]) -> Table:
 
 def show(result: dict[str, Any], *, kernels: bool) -> None:
     out = shell.console()
+    sums = f", sums: {result['sums']}" if result["sums"] else ""
     title = (
         f"{result['shape']}, {result['layers']} layers, random weights, {result['dtype']}, "
-        f"{result['tp']} x {result['device']}, attention: {result['attention']}; one reads at "
-        f"{result['read_bytes_per_s'] / 1e9:.0f} GB/s, multiplies "
+        f"{result['tp']} x {result['device']}, attention: {result['attention']}{sums}; one reads "
+        f"at {result['read_bytes_per_s'] / 1e9:.0f} GB/s, multiplies "
         f"at {result['matrix_flops_per_s'] / 1e12:.3g} TFLOP/s"
     )
     rows = result["rows"]
