@@ -68,12 +68,12 @@ def unsupported_reason(m: int, d: int, dtype) -> str | None:
     return f"rows of {d}; the kernel takes multiples of {step}" if d % step else None
 
 
-def _words(devices: int, d: int) -> int:
+def _words(devices: int, width: int) -> int:
     """int32 words of an inbox: how many exchanges each thread of a row has done, then the slots.
 
-    [MAX_ROWS, THREADS], and [2, devices, MAX_ROWS, d / 2], by the rank that a row comes from.
+    [MAX_ROWS, THREADS], and [2, devices, MAX_ROWS, width], by the rank that a row comes from.
     """
-    return MAX_ROWS * (THREADS + devices * d)
+    return MAX_ROWS * (THREADS + 2 * devices * width)
 
 
 def unreachable_reason(devices: Iterable[Any]) -> str | None:
@@ -116,14 +116,16 @@ def open_inboxes(mesh: Mesh, axis: str, d: int) -> Inboxes:
     other.
     """
     groups = mesh.devices.reshape(-1, mesh.shape[axis])
-    empty = np.full(_words(groups.shape[1], d), EMPTY, np.int32)
+    # A row of what is gathered has THREADS words, however small the model is.
+    width = max(d // 2, THREADS)
+    empty = np.full(_words(groups.shape[1], width), EMPTY, np.int32)
     empty[: MAX_ROWS * THREADS] = 0
     memory, table = [], []
     for group in groups:
         inboxes = jax.block_until_ready([jax.device_put(empty, device) for device in group])
         halves = [divmod(inbox.unsafe_buffer_pointer(), 2**32)[::-1] for inbox in inboxes]
         everyone = [half for each in halves for half in each]
-        table += [[*own, rank, d // 2, *everyone] for rank, own in enumerate(halves)]
+        table += [[*own, rank, width, *everyone] for rank, own in enumerate(halves)]
         memory += inboxes
     words = np.array(table, np.uint32).astype(np.int32)
     where = NamedSharding(mesh, PartitionSpec(mesh.axis_names))

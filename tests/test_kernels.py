@@ -332,19 +332,23 @@ def test_a_sharded_round_has_no_collective_of_xla(mode):
     assert "gather_kernel" in text
 
 
-def test_inboxes_know_each_other():
-    """Own inbox, rank, and the inboxes in the order of the ranks; empty, and nothing done."""
+@pytest.mark.parametrize(("d", "words_of_a_row"), [(512, 256), (64, 128)])
+def test_inboxes_know_each_other(d, words_of_a_row):
+    """Own inbox, rank, and the inboxes in the order of the ranks; empty, and nothing done.
+
+    What is gathered has rows of 128 words, which must not meet in the inboxes of a small model.
+    """
     mesh = jax.make_mesh((1, 1), ("data", "model"), devices=jax.devices()[:1])
-    inboxes = exchange.open_inboxes(mesh, "model", 512)
+    inboxes = exchange.open_inboxes(mesh, "model", d)
     low, high, rank, width, *others = np.asarray(inboxes.addresses).view(np.uint32)[0].tolist()
     assert low + (high << 32) == inboxes.memory[0].unsafe_buffer_pointer()
-    assert (rank, width) == (0, 256)
+    assert (rank, width) == (0, words_of_a_row)
     assert others == [low, high]
     words = np.asarray(inboxes.memory[0])
     done = exchange.MAX_ROWS * exchange.THREADS
     assert (words[:done] == 0).all()
     assert (words[done:] == exchange.EMPTY).all()
-    assert len(words) == done + 2 * 1 * exchange.MAX_ROWS * 512 // 2
+    assert len(words) == done + 2 * 1 * exchange.MAX_ROWS * words_of_a_row
 
 
 @pytest.mark.parametrize(
