@@ -344,6 +344,9 @@ def top2_gap(
     hidden, _, _ = verify(models, state, trees.chain(tokens_bn, count_b), count_b)
     last = jnp.take_along_axis(hidden, (count_b - 1)[:, None, None], axis=1)
     best, _ = jax.lax.top_k(models.target.logits(last)[:, 0], 2)
+    if models.target.axis is not None:  # the two largest of all shards' two
+        everyone = jax.lax.all_gather(best, models.target.axis, axis=1, tiled=True)
+        best, _ = jax.lax.top_k(everyone, 2)
     return state, best[:, 0] - best[:, 1]
 
 

@@ -84,6 +84,16 @@ def from_store(name, shards):
             assert part.data.size * (1 if axes[path] is None else shards) == array.size, path
 
 
+def gaps(name):
+    # The two best of the whole vocabulary, wherever they are.
+    ids = golden(name)["prompts"][0]
+    one, two = (
+        [engine.top2_gap(ids[:length]) for length in (3, 5, 7)]
+        for engine in (make_engine(name, prefill_chunk=16, tp=tp) for tp in (1, 2))
+    )
+    np.testing.assert_allclose(one, two, atol=1e-4)
+
+
 def sums():
     # What is summed is the same on all devices, by XLA and by the kernel's reference.
     with tempfile.TemporaryDirectory() as folder:
@@ -116,6 +126,7 @@ for name, data, tp, settings, modes, temperature, extra in cases:
     except Exception as error:
         out[f"{name} {data}x{tp} {modes[0]}"] = f"{type(error).__name__}: {error}"
 from_store("qwen3_tied", 4)
+gaps("qwen3_gqa")
 print(json.dumps(out))
 """
 MODES = ("ar", "dflash", "ddtree")
