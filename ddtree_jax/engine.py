@@ -347,11 +347,15 @@ class Engine:
     def sums(self) -> str | None:
         """What adds up the shards' parts of a sum: "kernel", "XLA", or None where nothing is split.
 
-        The kernel needs Hopper GPUs that reach each other's memory, and bfloat16.
+        The kernel needs Hopper GPUs that reach each other's memory, bfloat16, and rows that it can
+        sum; more rows than it takes are XLA's in any case.
         """
         if sharding.shards_of(self.mesh)[1] == 1:
             return None
-        return "XLA" if self._inboxes is None else "kernel"
+        by_kernel = self._inboxes is not None and not exchange.unsupported_reason(
+            1, self.target.hidden_size, self.dtype
+        )
+        return "kernel" if by_kernel else "XLA"
 
     @property
     def tokenizer(self) -> Any:

@@ -1,6 +1,7 @@
 """The engine: limits, batches, sampling, compilations and errors, in every mode."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -250,6 +251,21 @@ def test_top2_gap_is_that_of_the_logits(single):
     for length in (1, 7, 8, len(ids)):
         second, first = np.sort(rows[length - 1])[-2:]
         assert single.top2_gap(ids[:length]) == pytest.approx(first - second, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "inboxes", "sums"),
+    [(4096, True, "kernel"), (576, True, "XLA"), (4096, False, "XLA")],
+)
+def test_sums_are_called_by_what_makes_them(single, hidden, inboxes, sums):
+    """With inboxes the kernel may gather where its sums do not take the rows."""
+    mesh = SimpleNamespace(shape={"data": 1, "model": 2})
+    target = dataclasses.replace(single.target, hidden_size=hidden)
+    engine = SimpleNamespace(
+        mesh=mesh, target=target, dtype=jnp.bfloat16, _inboxes=object() if inboxes else None
+    )
+    assert Engine.sums.fget(engine) == sums
+    assert single.sums is None
 
 
 def test_events(single, batched):
