@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -235,6 +236,22 @@ def _kernels(
     return Kernels(mosaic=unavailable is None), "reference" if unsupported else "mosaic"
 
 
+_turn = threading.Lock()
+
+
+def _in_turn(program: Callable) -> Callable:
+    """A program with kernels that wait for other devices: all devices get it before another one.
+
+    Threads that put two such programs in different orders on two devices would wait for ever.
+    """
+
+    def call(*arguments):
+        with _turn:
+            return program(*arguments)
+
+    return call
+
+
 def _for_shards[C: DecoderConfig](role: str, config: C, shards: int) -> C:
     """`config.for_shards`, whose error says which model it is about."""
     try:
@@ -432,7 +449,8 @@ class Engine:
         jitted = jax.jit(mapped, donate_argnums=1)
         shapes = [self._placed(argument, row) for argument in arguments]
         state = jax.tree.map(self._placed, state, specs)
-        return jitted.lower(self._given_shapes, state, *shapes).compile()
+        compiled = jitted.lower(self._given_shapes, state, *shapes).compile()
+        return compiled if self._inboxes is None else _in_turn(compiled)
 
     def _program(self, key: tuple, build: Callable[[], Any]) -> Future:
         if key not in self._programs:

@@ -1,6 +1,8 @@
 """The engine: limits, batches, sampling, compilations and errors, in every mode."""
 
 import dataclasses
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -266,6 +268,22 @@ def test_sums_are_called_by_what_makes_them(single, hidden, inboxes, sums):
     )
     assert Engine.sums.fget(engine) == sums
     assert single.sums is None
+
+
+def test_programs_that_wait_for_devices_are_given_to_them_one_at_a_time():
+    running, together = [], []
+
+    def program(number):
+        running.append(number)
+        time.sleep(0.01)
+        together.append(len(running))
+        running.remove(number)
+        return number
+
+    programs = [engines._in_turn(program) for _ in range(2)]  # of two engines, say
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(lambda i: programs[i % 2](i), range(8))) == list(range(8))
+    assert together == [1] * 8
 
 
 def test_events(single, batched):
