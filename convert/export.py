@@ -19,15 +19,18 @@ def drafter_values(config: DrafterConfig, target: TargetConfig) -> dict[str, Any
     """The config.json of a drafter with full attention and default RoPE."""
     if any(config.windows) or any(config.causal_block) or config.rope.kind != "default":
         raise ValueError("only drafters with full attention and default RoPE are exported")
+    dflash: dict[str, Any] = {
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": list(config.target_layer_ids),
+    }
+    if config.noise_trust:
+        dflash["noise_trust"] = [list(pair) for pair in config.noise_trust]
     return {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         "dtype": "bfloat16",
         "block_size": config.block_size,
-        "dflash_config": {
-            "mask_token_id": config.mask_token_id,
-            "target_layer_ids": list(config.target_layer_ids),
-        },
+        "dflash_config": dflash,
         "num_target_layers": config.num_target_layers,
         "num_hidden_layers": config.num_layers,
         "hidden_size": config.hidden_size,

@@ -183,6 +183,8 @@ class DrafterConfig(DecoderConfig):
 
     causal_block[l]: whether layer l is causal inside the block; otherwise it is bidirectional.
     target_layer_ids: decoder layers of the target, counted from 0, whose OUTPUT is a feature.
+    noise_trust: per masked slot how far its log-probabilities and how far the target's noise are
+    trusted when both rank candidates (sampling.draft_scores); empty where it was not measured.
     """
 
     block_size: int
@@ -191,10 +193,16 @@ class DrafterConfig(DecoderConfig):
     num_target_layers: int | None
     vocab_size: int | None
     causal_block: tuple[bool, ...]
+    noise_trust: tuple[tuple[float, float], ...] = ()
 
     @property
     def feature_size(self) -> int:
         return len(self.target_layer_ids) * self.hidden_size
+
+
+def _is_positive(value: Any) -> bool:
+    """Whether it is a positive finite number."""
+    return type(value) in (int, float) and 0 < value <= sys.float_info.max
 
 
 class _Reader:
@@ -230,11 +238,24 @@ class _Reader:
         value = self.get(key, default)
         if value is None:
             raise self.fail(key, "is missing; expected a number")
-        positive = type(value) in (int, float) and 0 < value <= sys.float_info.max
-        if not positive and not (zero and type(value) in (int, float) and value == 0):
+        if not _is_positive(value) and not (zero and type(value) in (int, float) and value == 0):
             expected = "a finite number of at least 0" if zero else "a positive finite number"
             raise self.fail(key, f"is {value!r}; expected {expected}")
         return float(value)
+
+    def pairs(self, key: str, count: int) -> tuple[tuple[float, float], ...]:
+        """`count` pairs of positive finite numbers; none where the key is missing."""
+        value = self.get(key)
+        if value is None:
+            return ()
+        wanted = f"expected {count} pairs of positive finite numbers"
+        if not isinstance(value, list) or len(value) != count:
+            what = f"holds {len(value)}" if isinstance(value, list) else f"is {value!r}"
+            raise self.fail(key, f"{what}; {wanted}")
+        for pair in value:
+            if not isinstance(pair, list) or len(pair) != 2 or not all(map(_is_positive, pair)):
+                raise self.fail(key, f"holds {pair!r}; {wanted}")
+        return tuple((float(first), float(second)) for first, second in value)
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.get(key, default)
@@ -643,6 +664,7 @@ def parse_drafter(values: Mapping[str, Any], source: str) -> DrafterConfig:
         raise dflash.fail("target_layer_ids", f"is {layer_ids}; expected distinct layers from 0")
     fields = _decoder_fields(config, default_theta=None)
     windows = _windows(config, fields["num_layers"], by_layer_types=True)
+    block_size = holder("block_size").integer("block_size", minimum=2, maximum=MAX_BLOCK_SIZE)
 
     def optional(reader: _Reader, key: str) -> int | None:
         return None if reader.get(key) is None else reader.integer(key)
@@ -651,12 +673,13 @@ def parse_drafter(values: Mapping[str, Any], source: str) -> DrafterConfig:
         **fields,
         qk_norm=True,
         windows=windows,
-        block_size=holder("block_size").integer("block_size", minimum=2, maximum=MAX_BLOCK_SIZE),
+        block_size=block_size,
         mask_token_id=holder("mask_token_id").integer("mask_token_id", minimum=0),
         target_layer_ids=tuple(layer_ids),
         num_target_layers=optional(holder("num_target_layers"), "num_target_layers"),
         vocab_size=optional(config, "vocab_size"),
         causal_block=_causal_block(config, dflash, windows),
+        noise_trust=holder("noise_trust").pairs("noise_trust", block_size - 1),
     )
 
 

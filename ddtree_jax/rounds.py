@@ -477,11 +477,13 @@ def _draft_scores(
     with jax.named_scope("draft_scores"):
         logits = _adjusted(models, state, logits, depths, no_path, sampler)
         if sampler.noise and draft_noise:
+            assert models.drafter is not None
             logits = sampling.draft_scores(
                 logits,
                 state.length,
                 request=state.request,
                 sampler=sampler,
+                noise_trust=models.drafter.config.noise_trust,
                 axis=models.target.axis,
             )
     return logits, draft_cache

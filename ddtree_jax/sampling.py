@@ -7,7 +7,7 @@ in a batch; sampling is argmax(filter(logits / T) + Gumbel noise), which is exac
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -38,7 +38,7 @@ class Sampler:
 
 
 GREEDY = Sampler()
-NOISE_TRUST = 0.75  # see draft_scores
+NOISE_TRUST = (0.75, 0.75)  # of a drafter that says nothing itself; see draft_scores
 SELECTED = 128  # see _largest
 
 
@@ -243,6 +243,7 @@ def draft_scores(
     *,
     request: Request,
     sampler: Sampler,
+    noise_trust: Sequence[tuple[float, float]] = (),
     axis: str | None = None,
 ) -> jax.Array:
     """Drafter's logits [b, l, v] with the noise that the target will be sampled with.
@@ -251,15 +252,18 @@ def draft_scores(
     the better they tell the target's choice, the more of the tree is accepted. If the drafter were
     the target, the choice would be the largest of log-probabilities / T + noise for certain. Its
     errors are a matter of log-probabilities, whatever T, so what is ranked is T times that; and
-    flattened a little it predicts best: softmax(0.75 * (log-probabilities + T * noise)). On the
-    bundled pair neither other factors for one of the two, by depth or by the slot's entropy, nor
-    terms of second order predict the choice noticeably better. Filters may be coarse here.
+    how far either part can be trusted is a property of the drafter, slot by slot:
+    softmax(a * log-probabilities + b * T * noise). `noise_trust` holds (a, b) of each slot, as
+    training/calibrate.py measures them; without it both are 0.75 everywhere. Filters may be coarse
+    here. Rows at T = 0 are the logits themselves.
     """
     positions = length_b[:, None] + jnp.arange(logits_blv.shape[1]) + 1
-    noisy = scores(logits_blv, request, sampler, axis, coarse=True)
-    noisy += noise_of(request, positions, logits_blv.shape[-1], axis)
+    of_logits, of_noise = np.array(noise_trust or [NOISE_TRUST], np.float32).T[:, :, None]
     temperature = request.temperature[:, None, None]
-    return jnp.where(temperature > 0, NOISE_TRUST * temperature * noisy, logits_blv)
+    noisy = temperature * of_logits * scores(logits_blv, request, sampler, axis, coarse=True)
+    noise_blv = noise_of(request, positions, logits_blv.shape[-1], axis)
+    noisy += temperature * of_noise * noise_blv
+    return jnp.where(temperature > 0, noisy, logits_blv)
 
 
 def _largest(x_mv: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:

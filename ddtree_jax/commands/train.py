@@ -1,4 +1,7 @@
-"""scripts/train_drafter.py: answers by the target, training, export; each step can be repeated."""
+"""scripts/train_drafter.py: answers by the target, training, export, calibration.
+
+Each step can be repeated.
+"""
 
 import dataclasses
 import itertools
@@ -14,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
 
 from ddtree_jax import api
 from ddtree_jax.commands import shell
@@ -24,11 +29,13 @@ from ddtree_jax.config import (
     RopeConfig,
     TargetConfig,
     check_pair,
+    read_json,
 )
 from ddtree_jax.engine import Options, bucket
 from ddtree_jax.errors import InputError
-from ddtree_jax.models import Target
-from ddtree_jax.training import data, prompts
+from ddtree_jax.models import Drafter, Target
+from ddtree_jax.sampling import NOISE_TRUST
+from ddtree_jax.training import calibrate, data, prompts
 from ddtree_jax.training.loop import TrainConfig, train
 from ddtree_jax.training.loss import LossConfig
 
@@ -41,11 +48,11 @@ CHUNK = 1024  # answers per data file: some seconds of work, lost if a process i
 def _parser() -> shell.Parser:
     parser = shell.Parser(prog="train_drafter.py", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
-    add("step", choices=["generate", "train", "export", "all"], nargs="?", default="all")
+    add("step", choices=[*_STEPS, "all"], nargs="?", default="all", help="all: one after the other")
     add("--target", metavar="PATH|ID", help="default: the bundled target")
     add("--prompts", metavar="FILE", help="JSON lines with 'prompt' (ddtree_jax.training.prompts)")
     add("--work", metavar="DIR", default=".work/drafter", help="data, checkpoints, metrics")
-    add("--out", metavar="DIR", help="where export writes the drafter")
+    add("--out", metavar="DIR", help="where export writes the drafter and calibrate finds it")
     add("--dtype", choices=list(api.DTYPES), default="bfloat16")
     add("--seed", type=int, default=0)
     add("--debug", action="store_true")
@@ -94,11 +101,26 @@ def _parser() -> shell.Parser:
     training.add_argument("--gamma", type=float, default=LossConfig.gamma)
     training.add_argument("--learning-rate", type=float, default=TrainConfig.learning_rate)
     training.add_argument("--eval-every", type=int, default=TrainConfig.eval_every)
+    trust = parser.add_argument_group(
+        "calibrate",
+        "How far the drafter is to be trusted beside the noise of sampling, fitted with sampled "
+        "answers (rows of --row-length) and written into its config.json.",
+    )
+    trust.add_argument(
+        "--held-out",
+        choices=["part", "all"],
+        default="part",
+        help="the answers that training holds out (one in fifty), or all of --work's where the "
+        "drafter was not trained on them (default: part)",
+    )
+    trust.add_argument("--calibrate-rows", type=int, default=32, help="rows at most")
+    trust.add_argument("--calibrate-anchors", type=int, default=16, help="blocks per row")
     return parser
 
 
 _AT_LEAST_ONE = ["layers", "steps", "rows", "row_length", "anchors", "batch_size"]
 _AT_LEAST_ONE += ["max_new_tokens", "max_prompt_tokens", "eval_every"]
+_AT_LEAST_ONE += ["calibrate_rows", "calibrate_anchors"]
 
 
 def _check(args, steps: Sequence[str]) -> None:
@@ -109,7 +131,7 @@ def _check(args, steps: Sequence[str]) -> None:
             flag = "--" + name.replace("_", "-")
             raise InputError(f"{flag} is {getattr(args, name)}; expected {expected}")
 
-    if "export" in steps and args.out is None:
+    if not {"export", "calibrate"}.isdisjoint(steps) and args.out is None:
         raise InputError("--out is missing; expected the folder for the drafter")
     if "generate" in steps and args.prompts is None:
         raise InputError("--prompts is missing; make one: python -m ddtree_jax.training.prompts")
@@ -128,7 +150,9 @@ def _check(args, steps: Sequence[str]) -> None:
     layer_ids = _layer_ids(args)
     distinct = len(set(layer_ids)) == len(layer_ids) and min(layer_ids) >= 0
     require("target_layer_ids", distinct, "distinct layers from 0")
-    if list(steps) != ["generate"]:
+    if list(steps) == ["calibrate"] and not Path(args.out).is_dir():
+        raise InputError(f"--out is {args.out}, which is no folder; expected that of a drafter")
+    if not {"train", "export"}.isdisjoint(steps):
         import convert
 
         target = convert.open_model(args.target or api.bundled_target(), drafter=False).config
@@ -197,11 +221,13 @@ def _open_init(init: str, expected: DrafterConfig) -> "Source[DrafterConfig]":
 
     Raises:
       InputError: there is no such drafter, or it differs; the first such field is named. What its
-        file leaves unsaid (None: the size of its target) does not differ.
+        file leaves unsaid (None: the size of its target) does not differ, nor does what was
+        measured of it (noise_trust), which training makes obsolete.
     """
     import convert
 
     source = convert.open_model(init, drafter=True)
+    expected = dataclasses.replace(expected, noise_trust=source.config.noise_trust)
     for (name, theirs), (_, ours) in zip(_facts(source.config), _facts(expected), strict=True):
         if theirs not in (ours, None):
             said_by = _SAID_BY.get(name, "--target")
@@ -322,13 +348,25 @@ def _synthetic(engine, args, slots: int, console: Console) -> list[str]:
     return sorted(made)
 
 
-def _held_out(paths_: list[Path], length: int, seed: int) -> tuple[data.Rows, data.Rows]:
-    """Training rows and held-out rows: one document in fifty, at most 256 rows of them."""
-    documents = data.Documents.load(paths_)
-    held = np.arange(len(documents)) % 50 == 0
-    held_rows = data.pack(documents.select(held), length, seed)
-    held_rows = data.Rows(**held_rows.take(np.arange(min(256, len(held_rows)))))
-    return data.pack(documents.select(~held), length, seed), held_rows
+def _held_out(documents: data.Documents) -> np.ndarray:
+    """Which documents are not trained on: one in fifty, bool [documents]."""
+    return np.arange(len(documents)) % 50 == 0
+
+
+def _packed(documents: data.Documents, args, at_most: int) -> data.Rows:
+    """The documents in rows of --row-length, the first `at_most` of them."""
+    rows = data.pack(documents, args.row_length, args.seed)
+    return data.Rows(**rows.take(np.arange(min(at_most, len(rows)))))
+
+
+def _load(kind, source: "Source[Any]", dtype: str) -> Any:
+    """The model of `source` as a module of `kind` (Target or Drafter) on the device."""
+    import convert
+
+    abstract = nnx.eval_shape(lambda: kind(source.config, rngs=nnx.Rngs(0)))
+    graphdef, _ = nnx.split(abstract)
+    state = convert.to_state(abstract, source.load(dtype))
+    return nnx.merge(graphdef, jax.tree.map(jnp.asarray, state))
 
 
 def _train(args, console: Console) -> None:
@@ -338,17 +376,17 @@ def _train(args, console: Console) -> None:
     config = drafter_config(source.config, args)
     work = Path(args.work)
     with console.status("Packing"):
-        rows, held = _held_out(_files(args), args.row_length, args.seed)
+        documents = data.Documents.load(_files(args))
+        chosen = _held_out(documents)
+        held = _packed(documents.select(chosen), args, 256)
+        rows = data.pack(documents.select(~chosen), args.row_length, args.seed)
     filled = (rows.document >= 0).mean()
     console.print(
         f"{len(rows)} rows of {args.row_length} ({filled:.0%} filled, "
         f"{int(rows.in_answer.sum())} answer tokens), {len(held)} rows held out; "
         f"{args.steps * args.rows / len(rows):.1f} epochs"
     )
-    abstract = nnx.eval_shape(lambda: Target(source.config, rngs=nnx.Rngs(0)))
-    graphdef, _ = nnx.split(abstract)
-    state = convert.to_state(abstract, source.load(args.dtype))
-    target = nnx.merge(graphdef, jax.tree.map(jnp.asarray, state))
+    target = _load(Target, source, args.dtype)
     initial = None if args.init is None else _open_init(args.init, config).load("float32")
 
     last: dict = {}
@@ -399,14 +437,58 @@ def _export(args, console: Console) -> None:
     console.print(f"{args.out}: written")
 
 
+def _calibrate(args, console: Console) -> None:
+    """Fits the drafter's noise_trust and writes it into its config.json, nothing else."""
+    import convert
+
+    drafter = convert.open_model(args.out, drafter=True)
+    target = convert.open_model(args.target or api.bundled_target(), drafter=False)
+    check_pair(target.config, drafter.config, drafter.config_file)
+    documents = data.Documents.load(_files(args))
+    if args.held_out == "part":
+        documents = documents.select(_held_out(documents))
+    documents = documents.select(documents.temperatures > 0)
+    if not len(documents):
+        some = "" if args.held_out == "all" else " held-out"
+        raise InputError(f"{args.work}: has no{some} answers that were sampled (--sampled)")
+    rows = _packed(documents, args, args.calibrate_rows)
+    models = _load(Drafter, drafter, args.dtype), _load(Target, target, args.dtype)
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("Calibrating", total=len(rows) * (1 + calibrate.MAX_PASSES))
+        fit = calibrate.fit(
+            *models,
+            rows,
+            anchors=args.calibrate_anchors,
+            seed=args.seed,
+            advance=lambda: progress.advance(task),
+        )
+    table = Table("slot", "log-probabilities", "noise", "choices")
+    for slot, (pair, count) in enumerate(zip(fit.pairs, fit.count, strict=True)):
+        table.add_row(str(slot), *(f"{part:.3f}" for part in pair), str(int(count)))
+    console.print(table)
+    console.print(
+        f"mean log-likelihood of {int(fit.count.sum())} choices in {len(rows)} rows: "
+        f"{fit.before:.4f} with {NOISE_TRUST[0]} for all, {fit.after:.4f} with these"
+    )
+    values = read_json(Path(drafter.config_file))
+    trust = {"noise_trust": [list(pair) for pair in fit.pairs]}
+    values["dflash_config"] = (values.get("dflash_config") or {}) | trust
+    shell.write_json(drafter.config_file, values)
+    console.print(f"{drafter.config_file}: written")
+
+
+_STEPS = {"generate": _generate, "train": _train, "export": _export, "calibrate": _calibrate}
+
+
 def command(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     console = shell.console(stderr=True)
-    steps = {"generate": _generate, "train": _train, "export": _export}
-    chosen = list(steps) if args.step == "all" else [args.step]
+    chosen = list(_STEPS) if args.step == "all" else [args.step]
+    if args.step == "all" and args.sampled == 0:
+        chosen.remove("calibrate")  # greedy answers say nothing about sampling
     _check(args, chosen)
     for name in chosen:
-        steps[name](args, console)
+        _STEPS[name](args, console)
     return shell.OK
 
 

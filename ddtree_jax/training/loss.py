@@ -52,8 +52,30 @@ def pick_anchors(key: jax.Array, batch, anchors: int) -> tuple[jax.Array, jax.Ar
     return place, score >= 0
 
 
+def places_of(batch, anchors_ba: jax.Array, slots: int) -> tuple[jax.Array, jax.Array]:
+    """The places [b, a, slots] in its row of what each anchor's slots predict, and which are real.
+
+    Real are those in the anchor's own document; the others lie anywhere in the row.
+    """
+    place = anchors_ba[:, :, None] + jnp.arange(1, slots + 1)
+    last = batch["tokens"].shape[1] - 1
+    inside, place = place <= last, jnp.minimum(place, last)
+    own = jnp.take_along_axis(batch["document"], anchors_ba, axis=1)[:, :, None]
+    return place, inside & (at_places(batch["document"], place) == own)
+
+
+def at_places(values_bn: jax.Array, place_bas: jax.Array) -> jax.Array:
+    """values_bn[b, place_bas]; further axes of the values stay."""
+    return jax.vmap(lambda values, place: values[place])(values_bn, place_bas)
+
+
 def block_logits(drafter: Drafter, target: Target, features, batch, anchors_ba) -> jax.Array:
     """float32 logits [b, a, t - 1, v] of the masked slots of each anchor's block."""
+    return target.logits(block_hidden(drafter, target, features, batch, anchors_ba))
+
+
+def block_hidden(drafter: Drafter, target: Target, features, batch, anchors_ba) -> jax.Array:
+    """The normed rows [b, a, t - 1, d] that the head makes the block's logits of."""
     config = drafter.config
     b, n = batch["tokens"].shape
     a, t = anchors_ba.shape[1], config.block_size
@@ -83,7 +105,7 @@ def block_logits(drafter: Drafter, target: Target, features, batch, anchors_ba) 
         visible,
     )
     assert hidden is not None  # a block was given
-    return target.logits(hidden.reshape(b, a, t, -1)[:, :, 1:])
+    return hidden.reshape(b, a, t, -1)[:, :, 1:]
 
 
 def drawn_from(logits: jax.Array, temperature: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -113,21 +135,12 @@ def block_loss(
     )
     anchors, real = pick_anchors(key, batch, config.anchors)
     logits = block_logits(drafter, target, features, batch, anchors)
-    length = batch["tokens"].shape[1]
-    place = anchors[:, :, None] + jnp.arange(1, slots + 1)
-    inside = place < length
-    place = jnp.minimum(place, length - 1).reshape(anchors.shape[0], -1)
-
-    def at_slots(values):
-        return jnp.take_along_axis(values, place, axis=1).reshape(logits.shape[:3])
-
-    own = jnp.take_along_axis(batch["document"], anchors, axis=1)[:, :, None]
-    counted = inside & (at_slots(batch["document"]) == own) & real[:, :, None]
-    tokens, temperature = at_slots(batch["tokens"]), at_slots(batch["temperature"])
+    place, counted = places_of(batch, anchors, slots)
+    counted &= real[:, :, None]
+    tokens, temperature = (at_places(batch[key], place) for key in ("tokens", "temperature"))
     # Nothing as large as the logits but the two of them has to be stored: the rest of this is
     # elementwise and sums, of which XLA makes a few passes over them.
-    before = jnp.take_along_axis(hidden, place[:, :, None] - 1, axis=1)
-    target_logits = jax.lax.stop_gradient(target.logits(before.reshape(*tokens.shape, -1)))
+    target_logits = jax.lax.stop_gradient(target.logits(at_places(hidden, place - 1)))
     labels = drawn_from(target_logits, temperature, tokens)
     log_sum = jax.nn.logsumexp(logits, axis=-1)
     # A column that only pads the vocabulary has the logit -inf and the label 0.
