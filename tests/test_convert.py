@@ -764,6 +764,46 @@ def test_numbers_that_are_too_large(values, value):
             parse(replaced(values, path, value))
 
 
+def with_trust(value):
+    return replaced(DRAFTER, ("dflash_config", "noise_trust"), value)
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (0.75, "is 0.75"),
+        ("abc", "is 'abc'"),
+        ([], "holds 0"),
+        ([[1, 1]] * 2, "holds 2"),
+        ([[1, 1]] * 4, "holds 4"),
+        ([[1, 1], [1, 1], 1], "holds 1"),
+        ([[1, 1], [1, 1], [1]], "holds [1]"),
+        ([[1, 1], [1, 1], [1, 1, 1]], "holds [1, 1, 1]"),
+        ([[1, 1], [1, 1], [1, 0]], "holds [1, 0]"),
+        ([[1, 1], [-1, 1], [1, 1]], "holds [-1, 1]"),
+        ([[1, 1], [1, 1], [1, math.inf]], "holds [1, inf]"),
+        ([[1, 1], [1, 1], [1, math.nan]], "holds [1, nan]"),
+        ([[1, 1], [1, 1], [True, 1]], "holds [True, 1]"),
+        ([[1, 1], [1, 1], [1, "1"]], "holds [1, '1']"),
+        ([[1, 1], [1, 1], [1, 10**400]], "holds [1, 1000"),
+    ],
+)
+def test_noise_trust_that_is_no_pair_for_each_slot(value, what):
+    with pytest.raises(InputError) as caught:
+        parse(with_trust(value))
+    message = str(caught.value)
+    assert message.startswith(f"config.json: 'dflash_config.noise_trust' {what}")
+    assert message.endswith("; expected 3 pairs of positive finite numbers")
+
+
+def test_noise_trust():
+    pairs = [[1, 0.5], [2.5, 1], [0.25, 3]]
+    expected = ((1.0, 0.5), (2.5, 1.0), (0.25, 3.0))
+    assert parse(with_trust(pairs)).noise_trust == expected
+    assert parse(DRAFTER | {"noise_trust": pairs}).noise_trust == expected
+    assert parse(DRAFTER).noise_trust == parse(with_trust(None)).noise_trust == ()
+
+
 def test_bad_stop_ids_name_the_file_that_holds_them(tmp_path, capsys):
     folder = write_folder(tmp_path / "hf", LLAMA)
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 700]}')

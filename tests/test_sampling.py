@@ -248,3 +248,31 @@ def test_noisy_drafts_foresee_the_choice():
     assert hits["noisy"] > 2 * hits["blind"]
     greedy = sampling.draft_scores(drafter, length, request=rows(count, 0.0), sampler=SAMPLED)
     np.testing.assert_array_equal(greedy, drafter)
+
+
+def test_each_slot_trusts_the_noise_as_its_drafter_says():
+    """In NumPy: a * logits + b * T * noise, of rows at T = 0 the logits themselves."""
+    generator, pairs = np.random.default_rng(6), ((1.25, 1.0), (1.0, 0.5), (0.5, 2.0))
+    logits = generator.standard_normal((3, len(pairs), V)).astype(np.float32)
+    logits[:, :, -5:] = -np.inf
+    heat, length = np.array([0.7, 0.0, 1.5], np.float32), np.array([4, 9, 30])
+    request = rows(3, heat, seed=[1, 2, 3], sample=[0, 1, 2])
+
+    def ranked(pairs):
+        return sampling.draft_scores(
+            jnp.asarray(logits),
+            jnp.asarray(length),
+            request=request,
+            sampler=SAMPLED,
+            noise_trust=pairs,
+        )
+
+    expected = logits.copy()
+    for row, seed in ((0, 1), (2, 3)):
+        for slot, (of_logits, of_noise) in enumerate(pairs):
+            noisy = heat[row] * noise(seed, row, length[row] + slot + 1)
+            expected[row, slot] = of_logits * logits[row, slot] + of_noise * noisy
+    got = np.asarray(ranked(pairs))
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(got[1], logits[1])
+    np.testing.assert_array_equal(ranked(()), ranked(((0.75, 0.75),) * 3))

@@ -125,9 +125,9 @@ def test_the_loss_sees_what_decoding_sees(name):
 
 
 def slots_of(pair, batch, anchors, config):
-    """NumPy's (slot, weight, temperature, token, target's logits, drafter's) of counted slots.
+    """NumPy's (place, weight, temperature, token, target's logits, drafter's) of counted slots.
 
-    The target's logits are those of each document alone.
+    A place is (row, anchor's number, slot). The target's logits are those of each document alone.
     """
 
     def alone(pair, tokens):
@@ -155,7 +155,7 @@ def slots_of(pair, batch, anchors, config):
                         weight = np.exp(-slot / config.gamma)
                         heat = float(batch["temperature"][row, anchor])
                         given = target[at - 1], logits[row, index, slot]
-                        yield slot, weight, heat, tokens[at], *given
+                        yield (row, index, slot), weight, heat, tokens[at], *given
 
 
 @pytest.mark.parametrize("temperatures", [(0.0, 0.0), (0.0, 0.8), (1.5, 1.0)])
@@ -179,7 +179,8 @@ def test_the_loss_is_the_cross_entropy_with_what_tokens_were_drawn_from(temperat
     total = weights = 0.0
     overlaps = {slot: [] for slot in range(pair.drafter.config.block_size - 1)}
     hits = {slot: [] for slot in overlaps}
-    for slot, weight, heat, token, target, drafted in slots_of(pair, batch, anchors, config):
+    for place, weight, heat, token, target, drafted in slots_of(pair, batch, anchors, config):
+        slot = place[2]
         label = np.zeros_like(target)
         label[token] = 1
         if heat > 0:
@@ -355,11 +356,15 @@ def test_training_ends_by_the_clock(tmp_path):
 
 def test_an_exported_drafter_is_a_public_one(tmp_path):
     target, config = SHAPES["tiny"]
+    pairs = tuple((1 + slot / 8, 0.7) for slot in range(config.block_size - 1))
+    config = dataclasses.replace(config, noise_trust=pairs)
     params = named_parameters(Drafter(config, rngs=nnx.Rngs(0)))
-    export_drafter(config, target, params, tmp_path, dtype=np.float32)
-    source = convert.open_model(tmp_path, drafter=True)
+    export_drafter(config, target, params, tmp_path / "public", dtype=np.float32)
+    source = convert.open_model(tmp_path / "public", drafter=True)
     source.check()
     assert source.config == config
+    stored = convert.convert(source, tmp_path / "stored")
+    assert convert.open_model(stored, drafter=True).config == config
     loaded = source.load("float32")
     assert loaded.keys() == params.keys()
     for name, value in params.items():
@@ -456,6 +461,11 @@ def test_command_trains_and_exports(tmp_path, capsys):
     [
         ("all", ["--prompts", "p"], ["--out is missing"]),
         ("export", [], ["--out is missing"]),
+        ("calibrate", [], ["--out is missing"]),
+        ("calibrate", ["--out", "nowhere"], ["--out is nowhere, which is no folder; expected"]),
+        ("calibrate", ["--out", "o", "--calibrate-rows", "0"], ["--calibrate-rows is 0"]),
+        ("calibrate", ["--out", "o", "--calibrate-anchors", "0"], ["--calibrate-anchors is 0"]),
+        ("calibrate", ["--held-out", "none"], ["--held-out"]),
         ("all", ["--out", "o"], ["--prompts is missing"]),
         ("generate", [], ["--prompts is missing"]),
         ("generate", ["--prompts", "nowhere.jsonl"], ["nowhere.jsonl: No such file"]),
@@ -553,7 +563,7 @@ def test_a_drafter_to_begin_from_is_whole_and_may_leave_its_targets_size_unsaid(
     tmp_path, capsys, begun_from
 ):
     folder, file, values = begun_from
-    unsaid = {"vocab_size": None, "num_target_layers": None}
+    unsaid = {"vocab_size": None, "num_target_layers": None, "noise_trust": [[1.2, 1]] * 7}
     file.write_text(json.dumps(values | unsaid))
     target = convert.open_model(ORACLE / NAME / "target", drafter=False).config
     expected = drafter_config(target, _parser().parse_args(described()))

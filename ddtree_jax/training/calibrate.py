@@ -10,6 +10,7 @@ concave: there is one maximum, and its second derivatives are moments of (log q,
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,13 +56,13 @@ class Likelihood:
     """Sums over the choices at each of s slots, for one pair (a, b) each.
 
     value: [s], of their log-probabilities in nats. gradient: [s, 2] and hessian: [s, 2, 2], its
-    derivatives by (a, b). count: [s], how many choices.
+    derivatives by (a, b). count: [s], how many choices. Each NumPy's once they are added up.
     """
 
-    value: jax.Array
-    gradient: jax.Array
-    hessian: jax.Array
-    count: jax.Array
+    value: Any
+    gradient: Any
+    hessian: Any
+    count: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,10 +171,10 @@ def newton(evaluate: Callable[[np.ndarray], Likelihood], slots: int) -> Fit:
         if first.count[slot] < ENOUGH:
             pairs[slot] = pairs[slot - 1] if slot else NOISE_TRUST
     pairs = (pairs / PRECISION).round() * PRECISION
-    last, total = evaluate(pairs), max(first.count.sum(), 1)
+    last, total = evaluate(pairs), max(int(first.count.sum()), 1)
     return Fit(
         tuple((round(float(a), 3), round(float(b), 3)) for a, b in pairs),
-        np.asarray(first.count),
+        first.count,
         float(first.value.sum() / total),
         float(last.value.sum() / total),
     )
