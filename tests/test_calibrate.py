@@ -12,6 +12,7 @@ from pairs import ORACLE, golden, jitted, models
 from test_training import NAME, documents, slots_of
 
 import ddtree_jax
+from ddtree_jax.commands import train
 from ddtree_jax.commands.train import main
 from ddtree_jax.sampling import NOISE_TRUST
 from ddtree_jax.training import calibrate, data, loss
@@ -90,14 +91,12 @@ def test_newton_finds_the_pairs_that_choices_were_drawn_with():
 def test_slots_with_few_choices_take_the_pair_of_the_slot_before():
     given = drawn([[1.25, 1.0]] * 5, 2000, 24)
     real = np.ones(given[2].shape, bool)
-    real[calibrate.ENOUGH - 1 :, [0, 3]] = False
+    real[calibrate.ENOUGH - 1 :, 3] = False
     real[:, 4] = False
     fit = calibrate.newton(lambda pairs: measured(pairs, *given, real), 5)
-    few = calibrate.ENOUGH - 1
-    assert fit.count.tolist() == [few, 2000, 2000, few, 0]
-    assert fit.pairs[0] == NOISE_TRUST
+    assert fit.count.tolist() == [2000] * 3 + [calibrate.ENOUGH - 1, 0]
     assert fit.pairs[1] != fit.pairs[2] == fit.pairs[3] == fit.pairs[4]
-    np.testing.assert_allclose(fit.pairs[1:], [[1.25, 1.0]] * 4, atol=0.2)
+    np.testing.assert_allclose(fit.pairs, [[1.25, 1.0]] * 5, atol=0.2)
 
 
 def test_pairs_stay_positive_where_choices_avoid_what_is_favoured():
@@ -229,3 +228,22 @@ def test_without_a_word_only_held_out_answers_serve(work, capsys):
     flags, folder, _ = work
     assert main(["calibrate", *flags]) == 2
     assert f"{folder}: has no held-out answers that were sampled" in capsys.readouterr().err
+
+
+def test_too_few_choices_are_refused(work, capsys):
+    flags, _, out = work
+    before = (out / "config.json").read_bytes()
+    few = ["--held-out", "all", "--calibrate-rows", "1", "--calibrate-anchors", "3"]
+    assert main(["calibrate", *flags, *few]) == 2
+    assert "the first slot has 3 choices of the target; expected at" in capsys.readouterr().err
+    assert (out / "config.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("sampled", ["0", "0.5"])
+def test_all_ends_with_the_calibration_if_answers_are_sampled(monkeypatch, sampled):
+    done, steps = [], ["generate", "train", "export", "calibrate"]
+    recorders = {name: lambda args, console, name=name: done.append(name) for name in steps}
+    monkeypatch.setattr(train, "_STEPS", recorders)
+    flags = ["--target", str(ORACLE / NAME / "target"), "--target-layer-ids", "0,2"]
+    assert main(["all", *flags, "--prompts", "p", "--out", "o", "--sampled", sampled]) == 0
+    assert done == (steps if sampled == "0.5" else steps[:3])

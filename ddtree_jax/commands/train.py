@@ -48,7 +48,8 @@ CHUNK = 1024  # answers per data file: some seconds of work, lost if a process i
 def _parser() -> shell.Parser:
     parser = shell.Parser(prog="train_drafter.py", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
-    add("step", choices=[*_STEPS, "all"], nargs="?", default="all", help="all: one after the other")
+    in_turn = "all: one after the other, calibrate unless --sampled is 0"
+    add("step", choices=[*_STEPS, "all"], nargs="?", default="all", help=in_turn)
     add("--target", metavar="PATH|ID", help="default: the bundled target")
     add("--prompts", metavar="FILE", help="JSON lines with 'prompt' (ddtree_jax.training.prompts)")
     add("--work", metavar="DIR", default=".work/drafter", help="data, checkpoints, metrics")

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from ddtree_jax.errors import InputError
 from ddtree_jax.models import Drafter, Target
 from ddtree_jax.sampling import NOISE_TRUST
 from ddtree_jax.training.data import Rows
@@ -154,9 +155,17 @@ def newton(evaluate: Callable[[np.ndarray], Likelihood], slots: int) -> Fit:
       evaluate: pairs, float64 [slots, 2] -> the likelihood of all choices there. It is called
         MAX_PASSES times at most.
       slots: how many there are.
+
+    Raises:
+      InputError: even the first slot has hardly any choices.
     """
     pairs = np.tile(np.array(NOISE_TRUST), (slots, 1))
     first = evaluate(pairs)
+    if first.count[0] < ENOUGH:
+        raise InputError(
+            f"the first slot has {int(first.count[0])} choices of the target; expected at least "
+            f"{ENOUGH}: more sampled answers, rows or anchors"
+        )
     value, step = first.value, _newton_step(first)
     for _ in range(MAX_PASSES - 2):
         if np.abs(step).max() < PRECISION / 2:
@@ -167,9 +176,9 @@ def newton(evaluate: Callable[[np.ndarray], Likelihood], slots: int) -> Fit:
         value = np.where(rose, found.value, value)
         pairs = np.where(rose[:, None], trial, pairs)
         step = np.where(rose[:, None], _newton_step(found), step / 2)
-    for slot in range(slots):
+    for slot in range(1, slots):
         if first.count[slot] < ENOUGH:
-            pairs[slot] = pairs[slot - 1] if slot else NOISE_TRUST
+            pairs[slot] = pairs[slot - 1]
     pairs = (pairs / PRECISION).round() * PRECISION
     last, total = evaluate(pairs), max(int(first.count.sum()), 1)
     return Fit(
