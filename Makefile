@@ -7,7 +7,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 BUNDLED := .venv/.bundled
 
-.PHONY: demo test check main-job clean
+.PHONY: demo test test-gpu main-job clean
 demo: $(INSTALLED) $(BUNDLED)
 	$(BIN)/python scripts/decode.py
 
@@ -21,6 +21,11 @@ test: $(INSTALLED)
 main-job: $(INSTALLED) $(BUNDLED)
 	$(BIN)/python -m pytest -m exhaustive -n auto --dist loadfile
 	$(BIN)/python -m pytest -m bundled tests/bundled
+
+# What only Hopper GPUs can show, and the golden pairs on one.
+test-gpu: $(INSTALLED)
+	$(BIN)/python -m pytest -m gpu tests/gpu
+	$(BIN)/python -m pytest tests/test_golden.py tests/test_gated_delta.py
 
 $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \

@@ -16,7 +16,7 @@ def pytest_configure(config):
         os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
     # The tests compile hundreds of programs and run each for a moment. Not so the bundled pair: it
     # runs for minutes, and at this level XLA's CPU backend makes wrong texts of bfloat16 models.
-    if config.option.markexpr != "bundled":
+    if config.option.markexpr not in ("bundled", "gpu"):
         os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
