@@ -250,7 +250,7 @@ class _Reader:
             return ()
         wanted = f"expected {count} pairs of positive finite numbers"
         if not isinstance(value, list) or len(value) != count:
-            what = f"holds {len(value)}" if isinstance(value, list) else f"is {value!r}"
+            what = f"has {len(value)} entries" if isinstance(value, list) else f"is {value!r}"
             raise self.fail(key, f"{what}; {wanted}")
         for pair in value:
             if not isinstance(pair, list) or len(pair) != 2 or not all(map(_is_positive, pair)):
@@ -664,7 +664,9 @@ def parse_drafter(values: Mapping[str, Any], source: str) -> DrafterConfig:
         raise dflash.fail("target_layer_ids", f"is {layer_ids}; expected distinct layers from 0")
     fields = _decoder_fields(config, default_theta=None)
     windows = _windows(config, fields["num_layers"], by_layer_types=True)
-    block_size = holder("block_size").integer("block_size", minimum=2, maximum=MAX_BLOCK_SIZE)
+    # Drafters have it beside `dflash_config`, if not in it.
+    block = config if dflash.get("block_size") is None else dflash
+    block_size = block.integer("block_size", minimum=2, maximum=MAX_BLOCK_SIZE)
 
     def optional(reader: _Reader, key: str) -> int | None:
         return None if reader.get(key) is None else reader.integer(key)

@@ -1,5 +1,6 @@
 """scripts/decode.py: its errors, its JSON, its comparison, prompts of text, streamed text."""
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -178,6 +179,17 @@ def test_json_paths_that_cannot_be_written(capsys, ids, tmp_path):
     refused(capsys, [*argv, str(tmp_path)], str(tmp_path), "folder")
     refused(capsys, [*argv, str(tmp_path / "file" / "out.json")], "out.json", "cannot be written")
     assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_a_folder_that_refuses_files(capsys, ids, tmp_path, monkeypatch):
+    """As /proc does, to whoever has every permission."""
+
+    def refuse(dir):
+        raise OSError(errno.ENOENT, "No such file or directory")
+
+    monkeypatch.setattr(shell.tempfile, "TemporaryFile", refuse)
+    argv = [*PAIR, "--prompt-ids", ids(), "--json", str(tmp_path / "out.json")]
+    refused(capsys, argv, "out.json: cannot be written (No such file", str(tmp_path))
 
 
 def test_a_folder_without_permission(capsys, ids, tmp_path, monkeypatch):

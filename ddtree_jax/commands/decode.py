@@ -127,7 +127,7 @@ def _budget(given: str | None) -> int | None:
     try:
         return int(given)
     except ValueError:
-        raise InputError(f"--tree-budget is {given!r}; expected a number or auto") from None
+        raise InputError(f"--tree-budget is {given!r}; expected a number") from None
 
 
 def _logit_bias(given: Sequence[str]) -> dict[int, float]:

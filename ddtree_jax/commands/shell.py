@@ -83,6 +83,12 @@ def check_writable(path: str) -> None:
         raise InputError(f"{path}: cannot be written ({place} is no folder)")
     if not os.access(place, os.W_OK):
         raise InputError(f"{path}: cannot be written (no permission for {place})")
+    if place.is_dir():
+        try:  # not every file system says what it refuses, to root above all
+            with tempfile.TemporaryFile(dir=place):
+                pass
+        except OSError as error:
+            raise InputError(f"{path}: cannot be written ({error.strerror}: {place})") from None
 
 
 def write_json(path: str, value: Any) -> None:
