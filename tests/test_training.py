@@ -152,17 +152,25 @@ def slots_of(pair, batch, anchors, config):
                 for slot in range(pair.drafter.config.block_size - 1):
                     at = anchor - places[0] + slot + 1
                     if anchor in places and at < len(places):
-                        weight = np.exp(-slot / config.gamma)
                         heat = float(batch["temperature"][row, anchor])
+                        weight = np.exp(-slot / (config.sampled_gamma if heat else config.gamma))
                         given = target[at - 1], logits[row, index, slot]
                         yield (row, index, slot), weight, heat, tokens[at], *given
 
 
 @pytest.mark.parametrize("temperatures", [(0.0, 0.0), (0.0, 0.8), (1.5, 1.0)])
-def test_the_loss_is_the_cross_entropy_with_what_tokens_were_drawn_from(temperatures):
-    """In NumPy; of greedy documents that is the tokens themselves."""
-    pair = models(NAME)
-    config = loss.LossConfig(anchors=24)
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+def test_the_loss_is_the_cross_entropy_with_what_tokens_were_drawn_from(temperatures, share):
+    """In NumPy; of greedy documents that is the tokens themselves.
+
+    The share of sampled documents that is ranking with the noise is the likelihood that
+    `calibrate` fits, of what the target chooses.
+    """
+    pair = nnx.clone(models(NAME))
+    slots, vocab = pair.drafter.config.block_size - 1, pair.target.config.padded_vocab
+    trust = tuple((1 + slot / 8, 0.9 - slot / 16) for slot in range(slots))
+    pair.drafter.config = dataclasses.replace(pair.drafter.config, noise_trust=trust)
+    config = loss.LossConfig(anchors=24, sampled_gamma=1.5, noise=share)
     docs = documents(count=4, temperatures=temperatures)
     rows = data.pack(docs, 200, seed=0)  # a row holds more than one document, and padding
     batch = rows.take(np.arange(2))
@@ -174,8 +182,10 @@ def test_the_loss_is_the_cross_entropy_with_what_tokens_were_drawn_from(temperat
         return loss.block_loss(pair.drafter, pair.target, batch, key, config)
 
     value, metrics = jitted(pair, of_pair)(batch)
-    anchors, real = loss.pick_anchors(key, batch, config.anchors)
+    anchors_key, noise_key = jax.random.split(key)
+    anchors, real = loss.pick_anchors(anchors_key, batch, config.anchors)
     assert real.all()
+    noise = np.asarray(loss.noise_at(noise_key, (*anchors.shape, slots, vocab)), np.float64)
     total = weights = 0.0
     overlaps = {slot: [] for slot in range(pair.drafter.config.block_size - 1)}
     hits = {slot: [] for slot in overlaps}
@@ -188,7 +198,13 @@ def test_the_loss_is_the_cross_entropy_with_what_tokens_were_drawn_from(temperat
             label /= label.sum()
         log_q = drafted - drafted.max()
         log_q -= np.log(np.exp(log_q).sum())
-        total, weights = total - weight * (label * log_q).sum(), weights + weight
+        log_prob = (label * log_q).sum()
+        if heat > 0:
+            dice = noise[place][: len(target)]
+            score = trust[slot][0] * log_q + trust[slot][1] * heat * dice
+            choice = score[np.argmax(target / heat + dice)] - np.log(np.exp(score).sum())
+            log_prob += share * (choice - log_prob)
+        total, weights = total - weight * log_prob, weights + weight
         if heat > 0:
             overlaps[slot].append(np.minimum(label, np.exp(log_q)).sum())
         else:
@@ -480,6 +496,8 @@ def test_command_trains_and_exports(tmp_path, capsys):
         ("train", ["--synthetic", "-1"], ["--synthetic is -1; expected at least 0"]),
         ("train", ["--sampled", "1.5"], ["--sampled is 1.5; expected 0 to 1"]),
         ("train", ["--sampled", "nan"], ["--sampled"]),
+        ("train", ["--sampled-gamma", "0"], ["--sampled-gamma is 0.0; expected more than 0"]),
+        ("train", ["--noise", "2"], ["--noise is 2.0; expected 0 to 1"]),
         ("train", ["--temperature", "0"], ["--temperature is 0.0; expected more than 0"]),
         ("train", ["--temperature", "nan"], ["--temperature"]),
         ("train", ["--part", "3/2"], ["--part is 3/2; expected I/N, as in 1/2"]),

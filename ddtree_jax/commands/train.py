@@ -100,6 +100,19 @@ def _parser() -> shell.Parser:
     training.add_argument("--row-length", type=int, default=512)
     training.add_argument("--anchors", type=int, default=LossConfig.anchors)
     training.add_argument("--gamma", type=float, default=LossConfig.gamma)
+    training.add_argument(
+        "--sampled-gamma",
+        type=float,
+        default=LossConfig.sampled_gamma,
+        help="--gamma of sampled answers, of which rounds accept less",
+    )
+    training.add_argument(
+        "--noise",
+        type=float,
+        default=LossConfig.noise,
+        metavar="P",
+        help="share of the loss of sampled answers that is ranking with the noise of sampling",
+    )
     training.add_argument("--learning-rate", type=float, default=TrainConfig.learning_rate)
     training.add_argument("--eval-every", type=int, default=TrainConfig.eval_every)
     trust = parser.add_argument_group(
@@ -138,12 +151,13 @@ def _check(args, steps: Sequence[str]) -> None:
         raise InputError("--prompts is missing; make one: python -m ddtree_jax.training.prompts")
     for name in _AT_LEAST_ONE:
         require(name, getattr(args, name) >= 1, "at least 1")
-    for name in ("minutes", "train_minutes", "gamma", "learning_rate"):
+    for name in ("minutes", "train_minutes", "gamma", "sampled_gamma", "learning_rate"):
         require(name, getattr(args, name) > 0, "more than 0")
     for name in ("synthetic", "mask_token_id"):
         require(name, getattr(args, name) >= 0, "at least 0")
     require("block_size", 2 <= args.block_size <= MAX_BLOCK_SIZE, f"2 to {MAX_BLOCK_SIZE}")
-    require("sampled", 0 <= args.sampled <= 1, "0 to 1")
+    for name in ("sampled", "noise"):
+        require(name, 0 <= getattr(args, name) <= 1, "0 to 1")
     require("temperature", 0 < args.temperature <= 100, "more than 0 and up to 100")
     part, parts = _part(args)
     require("part", 1 <= part <= parts, "I/N, as in 1/2, with I from 1 to N")
@@ -388,7 +402,11 @@ def _train(args, console: Console) -> None:
         f"{args.steps * args.rows / len(rows):.1f} epochs"
     )
     target = _load(Target, source, args.dtype)
-    initial = None if args.init is None else _open_init(args.init, config).load("float32")
+    initial = None
+    if args.init is not None:
+        begun = _open_init(args.init, config)
+        initial = begun.load("float32")
+        config = dataclasses.replace(config, noise_trust=begun.config.noise_trust)
 
     last: dict = {}
 
@@ -409,7 +427,7 @@ def _train(args, console: Console) -> None:
         eval_every=args.eval_every,
         save_every=args.eval_every,
     )
-    loss_config = LossConfig(anchors=args.anchors, gamma=args.gamma)
+    loss_config = LossConfig(args.anchors, args.gamma, args.sampled_gamma, args.noise)
     params = train(target, config, rows, held, train_config, loss_config, work, report, initial)
     with shell.atomic(work / "drafter.npz") as temporary, temporary.open("wb") as file:
         np.savez(file, **params)  # type: ignore[arg-type]  # the stub takes a name for an option

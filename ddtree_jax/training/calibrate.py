@@ -24,7 +24,9 @@ from ddtree_jax.training.data import Rows
 from ddtree_jax.training.loss import (
     at_places,
     block_hidden,
+    choose,
     features_of,
+    noise_at,
     pick_anchors,
     places_of,
 )
@@ -41,7 +43,7 @@ class Choices:
     """What the target chose at the slots of some anchors, m of them with s slots each.
 
     hidden: [m, s, d], of which the head makes the drafter's logits. key: of the noise, see
-    `noise_at`. temperature: float32 [m, s]. chosen: int32 [m, s]. real: bool [m, s].
+    `loss.noise_at`. temperature: float32 [m, s]. chosen: int32 [m, s]. real: bool [m, s].
     """
 
     hidden: jax.Array
@@ -77,11 +79,6 @@ class Fit:
     after: float
 
 
-def noise_at(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The Gumbel noise float32 of `Choices`; too large to keep, so it is made again."""
-    return jax.random.gumbel(key, shape, jnp.float32)
-
-
 def choices(drafter: Drafter, target: Target, batch, key: jax.Array, anchors: int) -> Choices:
     """Lets the target choose at random anchors of packed rows of sampled documents.
 
@@ -101,8 +98,8 @@ def choices(drafter: Drafter, target: Target, batch, key: jax.Array, anchors: in
         return values.reshape(-1, *values.shape[2:])
 
     real, temperature = flat(real), flat(temperature)
-    log_p = target.logits(flat(at_places(hidden, place - 1))) / temperature[:, :, None]
-    chosen = jnp.argmax(log_p + noise_at(noise_key, log_p.shape), axis=-1).astype(jnp.int32)
+    logits = target.logits(flat(at_places(hidden, place - 1)))
+    chosen = choose(logits, temperature, noise_at(noise_key, logits.shape))
     return Choices(flat(drafted), noise_key, temperature, chosen, real)
 
 

@@ -6,6 +6,10 @@ drafter then predicts, for each anchor, the block of tokens after it from the fe
 What it is to predict of a token is the distribution that the token was drawn from. The target's
 forward knows it, and it is the token itself where the answer is greedy. In expectation that is the
 cross-entropy with sampled tokens, without the noise of the draw.
+
+Where rounds sample, candidates are ranked with the noise that the target will choose with
+(`sampling.draft_scores`). A share of the loss is that task itself: the target chooses with fresh
+noise, and the drafter is to give its choice the best score.
 """
 
 import dataclasses
@@ -15,14 +19,21 @@ import jax.numpy as jnp
 
 from ddtree_jax import cache as caches
 from ddtree_jax.models import Drafter, Target
+from ddtree_jax.sampling import NOISE_TRUST
 
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
-    """anchors: blocks per row. gamma: slot k weighs exp(-(k - 1) / gamma)."""
+    """anchors: blocks per row. gamma: slot k weighs exp(-(k - 1) / gamma).
+
+    sampled_gamma: the same for sampled documents, of which rounds accept less. noise: the share,
+    0 to 1, that choosing with the noise has in their loss.
+    """
 
     anchors: int = 64
     gamma: float = 4.0
+    sampled_gamma: float = 4.0
+    noise: float = 0.0
 
 
 def features_of(target: Target, layers: tuple[int, ...], batch) -> tuple[jax.Array, jax.Array]:
@@ -118,10 +129,42 @@ def drawn_from(logits: jax.Array, temperature: jax.Array, tokens: jax.Array) -> 
     return jnp.where(hot[..., None], soft, jax.nn.one_hot(tokens, logits.shape[-1]))
 
 
+def noise_at(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Gumbel noise float32 that a target chooses with; as large as logits, so made when needed."""
+    return jax.random.gumbel(key, shape, jnp.float32)
+
+
+def choose(logits: jax.Array, temperature: jax.Array, noise: jax.Array) -> jax.Array:
+    """The tokens int32 [...] that a target of these logits [..., v] samples with this noise.
+
+    temperature: float32 [...], above 0.
+    """
+    return jnp.argmax(logits / temperature[..., None] + noise, axis=-1).astype(jnp.int32)
+
+
+def choice_entropy(
+    drafter: Drafter, logits: jax.Array, target_logits: jax.Array, temperature: jax.Array, noise
+) -> jax.Array:
+    """-log [..., t - 1] of the target's choice in the softmax of the scores that rank it in rounds.
+
+    Args:
+      logits, target_logits: float32 [..., t - 1, v].
+      temperature: float32 [..., t - 1], above 0.
+      noise: float32 [..., t - 1, v], what the target chooses with.
+    """
+    trust = jnp.array(drafter.config.noise_trust or [NOISE_TRUST], jnp.float32)
+    chosen = choose(target_logits, temperature, noise)
+    score = trust[:, :1] * logits + trust[:, 1:] * temperature[..., None] * noise
+    best = jnp.take_along_axis(score, chosen[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(score, axis=-1) - best
+
+
 def block_loss(
     drafter: Drafter, target: Target, batch, key: jax.Array, config: LossConfig
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Weighted cross-entropy of the slots with what their tokens were drawn from, and metrics.
+
+    Of sampled documents `config.noise` of it is `choice_entropy` instead.
 
     Metrics: "loss"; of greedy documents "tau", the mean acceptance length (bonus included) that
     the drafter's greedy chain would have at the anchors, and "slot_accuracy" [t - 1]; of sampled
@@ -133,11 +176,13 @@ def block_loss(
     hidden, features = jax.lax.stop_gradient(
         features_of(target, drafter.config.target_layer_ids, batch)
     )
-    anchors, real = pick_anchors(key, batch, config.anchors)
+    anchors_key, noise_key = jax.random.split(key)
+    anchors, real = pick_anchors(anchors_key, batch, config.anchors)
     logits = block_logits(drafter, target, features, batch, anchors)
     place, counted = places_of(batch, anchors, slots)
     counted &= real[:, :, None]
-    tokens, temperature = (at_places(batch[key], place) for key in ("tokens", "temperature"))
+    tokens, temperature = (at_places(batch[name], place) for name in ("tokens", "temperature"))
+    hot = temperature > 0
     # Nothing as large as the logits but the two of them has to be stored: the rest of this is
     # elementwise and sums, of which XLA makes a few passes over them.
     target_logits = jax.lax.stop_gradient(target.logits(at_places(hidden, place - 1)))
@@ -145,11 +190,15 @@ def block_loss(
     log_sum = jax.nn.logsumexp(logits, axis=-1)
     # A column that only pads the vocabulary has the logit -inf and the label 0.
     entropy = log_sum - jnp.where(labels > 0, labels * logits, 0.0).sum(axis=-1)
-    weight = counted * jnp.exp(-jnp.arange(slots) / config.gamma)
+    if config.noise:
+        heat, noise = jnp.where(hot, temperature, 1.0), noise_at(noise_key, logits.shape)
+        of_choice = choice_entropy(drafter, logits, target_logits, heat, noise)
+        entropy += jnp.where(hot, config.noise * (of_choice - entropy), 0.0)
+    gamma = jnp.where(hot, config.sampled_gamma, config.gamma)
+    weight = counted * jnp.exp(-jnp.arange(slots) / gamma)
     loss = (entropy * weight).sum() / jnp.maximum(weight.sum(), 1.0)
 
-    sampled = counted & (temperature > 0)
-    greedy = counted & (temperature == 0)
+    sampled, greedy = counted & hot, counted & ~hot
     greedy_anchors = greedy.any(axis=-1).sum()
     hit = (jnp.argmax(logits, axis=-1) == tokens) & greedy
     accepted = jnp.cumprod(hit, axis=-1).sum()
