@@ -22,8 +22,8 @@ main-job: $(INSTALLED) $(BUNDLED)
 	$(BIN)/python -m pytest -m exhaustive -n auto --dist loadfile
 	$(BIN)/python -m pytest -m bundled tests/bundled
 
-# What only Hopper GPUs can show, and the golden pairs on one.
-test-gpu: $(INSTALLED)
+# What only Hopper GPUs can show, the bundled pair's part of it too, and the golden pairs on one.
+test-gpu: $(INSTALLED) $(BUNDLED)
 	$(BIN)/python -m pytest -m gpu tests/gpu
 	$(BIN)/python -m pytest tests/test_golden.py tests/test_gated_delta.py
 
