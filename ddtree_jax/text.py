@@ -1,6 +1,7 @@
 """Between text and token ids: tokenizer, chat template, and streamed text that never breaks."""
 
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from ddtree_jax.config import read_json
 from ddtree_jax.errors import InputError
 
 REPLACEMENT = "\ufffd"  # what a tokenizer shows for bytes that are not (yet) a character
+# transformers imports a name when it is asked for one, and fails two threads that ask at once.
+_importing = threading.Lock()
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -19,7 +22,9 @@ def load_tokenizer(folder: Path) -> Any:
             f"{folder}: has no tokenizer.json; use --prompt-ids to decode token ids without one"
         )
     try:
-        return _tokenizer_class(folder).from_pretrained(folder)
+        with _importing:
+            kind = _tokenizer_class(folder)
+        return kind.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise InputError(f"{folder}: its tokenizer cannot be loaded ({error})") from None
 

@@ -3,6 +3,8 @@
 import errno
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -547,6 +549,23 @@ def byte_tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bytes")
     write_tokenizer(folder, range(256))
     return text.load_tokenizer(folder)
+
+
+LOADS = """
+import concurrent.futures, sys
+from pathlib import Path
+from ddtree_jax import text
+with concurrent.futures.ThreadPoolExecutor(8) as pool:
+    print(*{type(each).__name__ for each in pool.map(text.load_tokenizer, [Path(sys.argv[1])] * 8)})
+"""
+
+
+def test_threads_load_their_tokenizers_at_once(tmp_path):
+    """In a fresh process, which has not imported transformers: as two engines of a program do."""
+    write_tokenizer(tmp_path, range(256))
+    command = [sys.executable, "-c", LOADS, str(tmp_path)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() in ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)

@@ -96,6 +96,8 @@ def test_rounds_on_the_device(monkeypatch):
     ran = []
 
     class Engine:
+        mesh = None
+
         def round_at(self, options, context, slots):
             return self.program, [], context
 
@@ -122,6 +124,12 @@ def test_rounds_on_the_device(monkeypatch):
         "us_each": 30,
         "us_per_round": 90,
     }
+    # Where kernels wait for other devices, busy says nothing.
+    several = Engine()
+    several.mesh = "two devices"
+    waiting = bench_round.device_row(several, case, wall_ms=0.15)
+    assert waiting["device_ms"] == 0.12
+    assert (waiting["busy_ms"], waiting["idle_percent"]) == (None, None)
     row |= {"label": case.label, "context": 100, "median_ms": 0.15}
     out = Console(record=True, width=120)
     out.print(round_tables.rounds_table("x", [row]), round_tables.kernel_table(row))
