@@ -28,8 +28,7 @@ REQUESTS = [
     dataclasses.replace(GREEDY, mode="ar"),
     dataclasses.replace(GREEDY, mode="dflash"),
     GREEDY,
-    dataclasses.replace(GREEDY, temperature=1.0, seed=1),
-    dataclasses.replace(GREEDY, temperature=0.7, seed=2, top_k=50, top_p=0.9),
+    dataclasses.replace(GREEDY, temperature=1.0, seed=2, top_k=50, top_p=0.9),
 ]
 
 
@@ -39,26 +38,31 @@ def hopper():
         pytest.skip(reason)
 
 
-def emitted(engine: Engine, options: Options) -> list[list[int]]:
+def emitted(engine: Engine, requests: list[Options]) -> list[list[list[int]]]:
+    """By request and prompt. All programs compile at once: that is what takes time here."""
     prompts = [api.encode(engine, prompt) for prompt in PROMPTS]
-    return [list(result.output_ids) for result in engine.generate(prompts, options)]
+    for options in requests:
+        engine.prepare(options, max(map(len, prompts)))
+    return [
+        [list(result.output_ids) for result in engine.generate(prompts, options)]
+        for options in requests
+    ]
 
 
 def test_two_devices_emit_what_one_does():
     if len(jax.local_devices()) < 2:
         pytest.skip("one GPU; two are needed")
     one, two = (api.load(dtype="float32", batch_size=8, tp=tp) for tp in (1, 2))
-    for options in REQUESTS:
-        assert emitted(two, options) == emitted(one, options), options
+    assert emitted(two, REQUESTS) == emitted(one, REQUESTS)
 
 
 def test_kernels_choose_what_the_reference_chooses():
     """In bfloat16, but for the first token of which two were within rounding."""
     kernels, plain = (api.load(attention=attention) for attention in ("mosaic", "reference"))
     prompts = [api.encode(kernels, prompt) for prompt in PROMPTS]
-    for options in REQUESTS[:3]:
-        found = emitted(kernels, options), emitted(plain, options)
-        for prompt, got, wanted in zip(prompts, *found, strict=True):
+    found = emitted(kernels, REQUESTS[:3]), emitted(plain, REQUESTS[:3])
+    for options, *texts in zip(REQUESTS[:3], *found, strict=True):
+        for prompt, got, wanted in zip(prompts, *texts, strict=True):
             pairs = zip(got, wanted, strict=True)
             same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
             if same < len(wanted):
