@@ -355,10 +355,11 @@ class Engine:
         loaders = ThreadPoolExecutor(max_workers=2, thread_name_prefix="ddtree-load")
         self._leaves = loaders.submit(self._ordered, load)
         self._tokenizer = loaders.submit(load_tokenizer or (lambda: None))
-        # Tracing is Python and cannot overlap; compiling can, where there are cores to spare. One
-        # worker takes programs in the order of need: prefill first.
+        # Workers take programs in the order of need, prefill first. Compiling overlaps, where there
+        # are cores to spare; tracing is Python, where two at once would only delay each other.
         workers = 1 if jax.default_backend() == "cpu" else 4
         self._compilers = ThreadPoolExecutor(workers, thread_name_prefix="ddtree-compile")
+        self._tracing = threading.Lock()
 
     @property
     def sums(self) -> str | None:
@@ -449,8 +450,14 @@ class Engine:
         jitted = jax.jit(mapped, donate_argnums=1)
         shapes = [self._placed(argument, row) for argument in arguments]
         state = jax.tree.map(self._placed, state, specs)
-        compiled = jitted.lower(self._given_shapes, state, *shapes).compile()
+        compiled = self._build(jitted, self._given_shapes, state, *shapes)
         return compiled if self._inboxes is None else _in_turn(compiled)
+
+    def _build(self, jitted: Any, *shapes: Any) -> Any:
+        """Traces in turn, then compiles beside other programs."""
+        with self._tracing:
+            lowered = jitted.lower(*shapes)
+        return lowered.compile()
 
     def _program(self, key: tuple, build: Callable[[], Any]) -> Future:
         if key not in self._programs:
@@ -516,7 +523,7 @@ class Engine:
             )
             where = self._placed(jax.ShapeDtypeStruct((self.prefill_rows,), jnp.int32), everywhere)
             state, rows = (jax.tree.map(self._placed, part, specs) for part in (state, rows))
-            return jax.jit(mapped, donate_argnums=0).lower(state, rows, where, where).compile()
+            return self._build(jax.jit(mapped, donate_argnums=0), state, rows, where, where)
 
         return self._program(("insert", slots, drafting, penalised, samples), build)
 

@@ -237,6 +237,11 @@ def choose(
     return argmax(scores(logits_bnv, request, sampler, axis) + noise_bnv, axis, gather)
 
 
+def trust_of(noise_trust: Sequence[tuple[float, float]]) -> np.ndarray:
+    """float32 [slots, 2], or [1, 2] for all slots of a drafter whose `noise_trust` is empty."""
+    return np.array(noise_trust or [NOISE_TRUST], np.float32)
+
+
 def draft_scores(
     logits_blv: jax.Array,
     length_b: jax.Array,
@@ -258,7 +263,7 @@ def draft_scores(
     here. Rows at T = 0 are the logits themselves.
     """
     positions = length_b[:, None] + jnp.arange(logits_blv.shape[1]) + 1
-    of_logits, of_noise = np.array(noise_trust or [NOISE_TRUST], np.float32).T[:, :, None]
+    of_logits, of_noise = trust_of(noise_trust).T[:, :, None]
     temperature = request.temperature[:, None, None]
     noisy = temperature * of_logits * scores(logits_blv, request, sampler, axis, coarse=True)
     noise_blv = noise_of(request, positions, logits_blv.shape[-1], axis)

@@ -564,7 +564,7 @@ def test_threads_load_their_tokenizers_at_once(tmp_path):
     """In a fresh process, which has not imported transformers: as two engines of a program do."""
     write_tokenizer(tmp_path, range(256))
     command = [sys.executable, "-c", LOADS, str(tmp_path)]
-    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert found.stdout.strip() in ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 

@@ -224,18 +224,20 @@ def test_a_greedy_token_is_its_own_label():
     np.testing.assert_array_equal(labels, [[0, 0, 0, 1], [0, 0, 1, 0], [1, 0, 0, 0]])
 
 
-def test_the_target_is_not_trained():
-    """Its layers get no gradient: neither by the features nor by the labels."""
-    pair = models(NAME)
-    batch = data.pack(documents(count=2, temperatures=(1.0,)), 256, seed=0).take(np.arange(1))
+@pytest.mark.parametrize("name", [NAME, "llama_gqa3"])  # the latter's vocabulary is padded
+def test_the_target_is_not_trained(name):
+    """Its layers get no gradient: neither by the features nor by the labels nor by its choices."""
+    pair = models(name)
+    batch = data.pack(documents(name, count=2, temperatures=(1.0,)), 256, seed=0).take(np.arange(1))
     graphdef, state = nnx.split(pair)
 
     def value(state):
         pair = nnx.merge(graphdef, state)
-        config = loss.LossConfig(anchors=4)
+        config = loss.LossConfig(anchors=4, noise=0.5)
         return loss.block_loss(pair.drafter, pair.target, batch, jax.random.key(0), config)[0]
 
     named = jax.tree.flatten_with_path(jax.jit(jax.grad(value))(state))[0]
+    assert all(np.isfinite(leaf).all() for _, leaf in named)
     moved = {parameter_name(path) for path, leaf in named if np.asarray(leaf).any()}
     names = {parameter_name(path) for path, _ in named}
     shared = {name for name in names if name in ("target.embed_vd", "target.head_dv")}
@@ -455,16 +457,27 @@ def test_command_trains_and_exports(tmp_path, capsys):
     assert main(["export", *shared]) == 2
     assert capsys.readouterr().err.startswith("error: --out is missing")
 
-    # Begun from that drafter, trained by steps of almost nothing, exported: the same files.
+    assert recipe["loss"]["sampled_gamma"] is None
+
+    # Begun from that drafter, trained by steps of almost nothing, exported: the same files, with
+    # the trust that it was trained with.
+    values = json.loads((tmp_path / "out" / "config.json").read_text())
+    values["dflash_config"]["noise_trust"] = [[1.2, 0.9], [1.1, 0.8], [1.0, 0.7]]
+    (tmp_path / "out" / "config.json").write_text(json.dumps(values, indent=1) + "\n")
+    drafter = convert.open_model(tmp_path / "out", drafter=True)
     init = str(convert.convert(drafter, tmp_path / "converted"))
     shared[shared.index("--work") + 1] = str(tmp_path / "second")
     (tmp_path / "second").mkdir()
     (tmp_path / "data").rename(tmp_path / "second" / "data")
     still = ["--init", init, "--learning-rate", "1e-30"]
+    still += ["--gamma", "3", "--sampled-gamma", "2", "--noise", "0.5"]
     assert main(["train", *shared, *small, *still]) == 0
     assert main(["export", *shared, "--out", str(tmp_path / "again")]) == 0
     recipe = json.loads((tmp_path / "second" / "recipe.json").read_text())
     assert recipe["init"] == init
+    expected = {"anchors": 4, "gamma": 3.0, "sampled_gamma": 2.0, "noise": 0.5}
+    assert recipe["loss"] == expected
+    assert recipe["noise_trust"] == values["dflash_config"]["noise_trust"]
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert names == sorted(path.name for path in (tmp_path / "again").iterdir())
     for name in names:

@@ -103,15 +103,15 @@ def _parser() -> shell.Parser:
     training.add_argument(
         "--sampled-gamma",
         type=float,
-        default=LossConfig.sampled_gamma,
-        help="--gamma of sampled answers, of which rounds accept less",
+        help="--gamma of sampled answers, of which rounds accept less (default: --gamma)",
     )
     training.add_argument(
         "--noise",
         type=float,
         default=LossConfig.noise,
         metavar="P",
-        help="share of the loss of sampled answers that is ranking with the noise of sampling",
+        help="share of the loss of sampled answers that is ranking with the noise of sampling, "
+        "trusted as --init says",
     )
     training.add_argument("--learning-rate", type=float, default=TrainConfig.learning_rate)
     training.add_argument("--eval-every", type=int, default=TrainConfig.eval_every)
@@ -152,7 +152,8 @@ def _check(args, steps: Sequence[str]) -> None:
     for name in _AT_LEAST_ONE:
         require(name, getattr(args, name) >= 1, "at least 1")
     for name in ("minutes", "train_minutes", "gamma", "sampled_gamma", "learning_rate"):
-        require(name, getattr(args, name) > 0, "more than 0")
+        value = getattr(args, name)
+        require(name, value is None or value > 0, "more than 0")
     for name in ("synthetic", "mask_token_id"):
         require(name, getattr(args, name) >= 0, "at least 0")
     require("block_size", 2 <= args.block_size <= MAX_BLOCK_SIZE, f"2 to {MAX_BLOCK_SIZE}")
@@ -237,7 +238,7 @@ def _open_init(init: str, expected: DrafterConfig) -> "Source[DrafterConfig]":
     Raises:
       InputError: there is no such drafter, or it differs; the first such field is named. What its
         file leaves unsaid (None: the size of its target) does not differ, nor does what was
-        measured of it (noise_trust), which training makes obsolete.
+        measured of it (noise_trust).
     """
     import convert
 
@@ -427,7 +428,12 @@ def _train(args, console: Console) -> None:
         eval_every=args.eval_every,
         save_every=args.eval_every,
     )
-    loss_config = LossConfig(args.anchors, args.gamma, args.sampled_gamma, args.noise)
+    loss_config = LossConfig(
+        anchors=args.anchors,
+        gamma=args.gamma,
+        sampled_gamma=args.sampled_gamma,
+        noise=args.noise,
+    )
     params = train(target, config, rows, held, train_config, loss_config, work, report, initial)
     with shell.atomic(work / "drafter.npz") as temporary, temporary.open("wb") as file:
         np.savez(file, **params)  # type: ignore[arg-type]  # the stub takes a name for an option
@@ -436,6 +442,7 @@ def _train(args, console: Console) -> None:
         "train": dataclasses.asdict(train_config),
         "loss": dataclasses.asdict(loss_config),
         "init": args.init,
+        "noise_trust": config.noise_trust,
         "device": jax.devices()[0].device_kind,
         "held_out": last,
     }
@@ -451,6 +458,9 @@ def _export(args, console: Console) -> None:
     stored = Path(args.work) / "drafter.npz"
     if not stored.exists():
         raise InputError(f"{stored}: no such file; run the 'train' step first")
+    # Rounds rank as training did, until something better is measured (calibrate).
+    pairs = read_json(Path(args.work) / "recipe.json").get("noise_trust") or ()
+    config = dataclasses.replace(config, noise_trust=tuple(map(tuple, pairs)))
     with np.load(stored) as archive:
         export_drafter(config, source.config, dict(archive), Path(args.out))
     console.print(f"{args.out}: written")

@@ -19,20 +19,20 @@ import jax.numpy as jnp
 
 from ddtree_jax import cache as caches
 from ddtree_jax.models import Drafter, Target
-from ddtree_jax.sampling import NOISE_TRUST
+from ddtree_jax.sampling import trust_of
 
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
     """anchors: blocks per row. gamma: slot k weighs exp(-(k - 1) / gamma).
 
-    sampled_gamma: the same for sampled documents, of which rounds accept less. noise: the share,
-    0 to 1, that choosing with the noise has in their loss.
+    sampled_gamma: the same for sampled documents, of which rounds accept less; None: gamma. noise:
+    the share, 0 to 1, that choosing with the noise has in their loss.
     """
 
     anchors: int = 64
     gamma: float = 4.0
-    sampled_gamma: float = 4.0
+    sampled_gamma: float | None = None
     noise: float = 0.0
 
 
@@ -152,7 +152,7 @@ def choice_entropy(
       temperature: float32 [..., t - 1], above 0.
       noise: float32 [..., t - 1, v], what the target chooses with.
     """
-    trust = jnp.array(drafter.config.noise_trust or [NOISE_TRUST], jnp.float32)
+    trust = trust_of(drafter.config.noise_trust)
     chosen = choose(target_logits, temperature, noise)
     score = trust[:, :1] * logits + trust[:, 1:] * temperature[..., None] * noise
     best = jnp.take_along_axis(score, chosen[..., None], axis=-1)[..., 0]
@@ -183,8 +183,8 @@ def block_loss(
     counted &= real[:, :, None]
     tokens, temperature = (at_places(batch[name], place) for name in ("tokens", "temperature"))
     hot = temperature > 0
-    # Nothing as large as the logits but the two of them has to be stored: the rest of this is
-    # elementwise and sums, of which XLA makes a few passes over them.
+    # Nothing as large as the logits but the two of them has to be stored, without a share of noise:
+    # the rest of this is elementwise and sums, of which XLA makes a few passes over them.
     target_logits = jax.lax.stop_gradient(target.logits(at_places(hidden, place - 1)))
     labels = drawn_from(target_logits, temperature, tokens)
     log_sum = jax.nn.logsumexp(logits, axis=-1)
@@ -194,7 +194,7 @@ def block_loss(
         heat, noise = jnp.where(hot, temperature, 1.0), noise_at(noise_key, logits.shape)
         of_choice = choice_entropy(drafter, logits, target_logits, heat, noise)
         entropy += jnp.where(hot, config.noise * (of_choice - entropy), 0.0)
-    gamma = jnp.where(hot, config.sampled_gamma, config.gamma)
+    gamma = jnp.where(hot, config.sampled_gamma or config.gamma, config.gamma)
     weight = counted * jnp.exp(-jnp.arange(slots) / gamma)
     loss = (entropy * weight).sum() / jnp.maximum(weight.sum(), 1.0)
 

@@ -17,19 +17,12 @@ from ddtree_jax.commands.bench_round import random_parameters
 from ddtree_jax.shapes import SHAPES
 from ddtree_jax.sharding import DATA, MODEL, local_mesh
 from kernels_pallas import exchange, sample
-from kernels_pallas.dispatch import unavailable_reason
 
 pytestmark = pytest.mark.gpu
 D = 512
 # Exchanges of one program, in this order: rows of sums, and numbers that are gathered.
 SUMS = (64, 1, 512, 8, 1, 128, 64, 3)
 GATHERED = (5, 3000, 127, 128, 1, 65536, 129, 64)
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    if reason := unavailable_reason():
-        pytest.skip(reason)
 
 
 @pytest.fixture
