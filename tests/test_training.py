@@ -153,7 +153,8 @@ def slots_of(pair, batch, anchors, config):
                     at = anchor - places[0] + slot + 1
                     if anchor in places and at < len(places):
                         heat = float(batch["temperature"][row, anchor])
-                        weight = np.exp(-slot / (config.sampled_gamma if heat else config.gamma))
+                        gamma = (heat and config.sampled_gamma) or config.gamma
+                        weight = np.exp(-slot / gamma)
                         given = target[at - 1], logits[row, index, slot]
                         yield (row, index, slot), weight, heat, tokens[at], *given
 
