@@ -728,17 +728,31 @@ class Engine:
         if prompts:
             yield from _Run(self, prompts, options, min_slots).events()
 
-    def top2_gap(self, ids: Sequence[int]) -> float:
-        """The difference of the target's two largest logits after these tokens.
+    def top2_gap(
+        self, ids: Sequence[int], options: Options = Options(), *, sample: int = 0, emitted: int = 0
+    ) -> float:
+        """How far the target's two best tokens after these lie apart, in units of logits.
 
-        It tells a near-tie, which rounding may turn either way, from a fault.
+        It tells a near-tie, which rounding may turn either way, from a fault. Of a sample it is the
+        distance with the noise of its position: then `options` and `sample` are the request's, and
+        the last `emitted` of the tokens its output.
+
+        Raises:
+          ValueError: the request has penalties, of which this knows nothing.
         """
-        slots = bucket(len(ids))
-        state = self._reset(self._fresh(self.prefill_rows, slots, False), [ids], [Options()])
+        sampler = dataclasses.replace(sampler_of([options]), log_probs=False)
+        if sampler.penalties:
+            raise ValueError("penalties depend on more than the two best tokens")
+        slots, rows = bucket(len(ids)), self.prefill_rows
+        state = self._reset(self._fresh(rows, slots, False), [ids], [Options()])
+        emitted_b: Any = np.full((rows,), emitted, np.int32)
+        request = self._request([(options, options.max_new_tokens, sample)], rows)
+        state = dataclasses.replace(state, request=request, emitted=emitted_b)
         leaves = self._leaves.result()
+        function = functools.partial(rounds.top2_gap, sampler=sampler)
         for tokens, count, last in self._chunks([ids]):
             if last[0]:
-                probe = self._prompt_program(("top2_gap",), rounds.top2_gap, slots, False)
+                probe = self._prompt_program(("top2_gap", sampler), function, slots, False)
                 return float(probe.result()(leaves, state, tokens, count)[1][0])
             prefill = self._prefill_program(slots, False, GREEDY).result()
             state, _ = prefill(leaves, state, tokens, count, last)

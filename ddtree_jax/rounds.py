@@ -338,12 +338,25 @@ def prefill_chunk(
 
 
 def top2_gap(
-    models: Models, state: DecodeState, tokens_bn: jax.Array, count_b: jax.Array
+    models: Models,
+    state: DecodeState,
+    tokens_bn: jax.Array,
+    count_b: jax.Array,
+    *,
+    sampler: Sampler,
 ) -> tuple[DecodeState, jax.Array]:
-    """How far the two largest logits [b] after the last of these tokens lie apart."""
+    """How far the two best tokens [b] after the last of these lie apart, in units of logits.
+
+    Sampled rows: of what they choose from, noise included; penalties are not asked for.
+    """
     hidden, _, _ = verify(models, state, trees.chain(tokens_bn, count_b), count_b)
     last = jnp.take_along_axis(hidden, (count_b - 1)[:, None, None], axis=1)
-    best, _ = jax.lax.top_k(models.target.logits(last)[:, 0], 2)
+    root = jnp.zeros((*count_b.shape, 1), jnp.int32)
+    nothing = jnp.zeros((*root.shape, 0), jnp.int32)
+    logits = _adjusted(models, state, models.target.logits(last), root, nothing, sampler)
+    end = state.length + count_b - 1
+    scores = sampling.chosen_from(logits, end, state.request, sampler, models.target.axis)
+    best, _ = jax.lax.top_k(scores[:, 0], 2)
     if models.target.axis is not None:  # the two largest of all shards' two
         everyone = jax.lax.all_gather(best, models.target.axis, axis=1, tiled=True)
         best, _ = jax.lax.top_k(everyone, 2)

@@ -220,10 +220,7 @@ def choose(
     """
     if not sampler.noise:
         return argmax(logits_bnv, axis, gather)
-    positions = length_b[:, None] + jnp.arange(max_depth + 1) + 1
-    noise_bdv = noise_of(request, positions, logits_bnv.shape[-1], axis)
-    # Without noise the best token is chosen, which every filter keeps.
-    noise_bdv = jnp.where(request.temperature[:, None, None] > 0, noise_bdv, 0.0)
+    noise_bdv = _noise_by_depth(logits_bnv, length_b, max_depth, request, axis)
     if axis is None and (sampler.top_k or sampler.top_p):
         return kernels.sample(
             scaled(logits_bnv, request),
@@ -240,6 +237,35 @@ def choose(
 def trust_of(noise_trust: Sequence[tuple[float, float]]) -> np.ndarray:
     """float32 [slots, 2], or [1, 2] for all slots of a drafter whose `noise_trust` is empty."""
     return np.array(noise_trust or [NOISE_TRUST], np.float32)
+
+
+def chosen_from(
+    logits_bnv: jax.Array,
+    length_b: jax.Array,
+    request: Request,
+    sampler: Sampler,
+    axis: str | None = None,
+) -> jax.Array:
+    """What `choose` takes the largest of, [b, n, v], in units of logits: nodes of depth 0 only.
+
+    Logits at T = 0, else T times the filtered logits / T + noise.
+    """
+    if not sampler.noise:
+        return logits_bnv
+    noise = _noise_by_depth(logits_bnv, length_b, 0, request, axis)
+    temperature = request.temperature[:, None, None]
+    unit = jnp.where(temperature > 0, temperature, 1.0)
+    return unit * (scores(logits_bnv, request, sampler, axis) + noise)
+
+
+def _noise_by_depth(
+    logits_bnv: jax.Array, length_b: jax.Array, max_depth: int, request: Request, axis: str | None
+) -> jax.Array:
+    """The noise [b, max_depth + 1, v] that follows nodes of each depth; none for greedy rows."""
+    positions = length_b[:, None] + jnp.arange(max_depth + 1) + 1
+    noise_bdv = noise_of(request, positions, logits_bnv.shape[-1], axis)
+    # Without noise the best token is chosen, which every filter keeps.
+    return jnp.where(request.temperature[:, None, None] > 0, noise_bdv, 0.0)
 
 
 def draft_scores(

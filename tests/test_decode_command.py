@@ -389,6 +389,13 @@ def test_compare_fails_where_float32_texts_differ(capsys, ids, monkeypatch):
     (difference,) = compare["differences"]
     assert (difference["mode"], difference["position"]) == ("ddtree", 3)
     assert difference["top2_gap"] > 0
+    said = f"output token 3, where the target's best two differ by {difference['top2_gap']:.4f}"
+    assert said in err
+
+    # Penalties change every logit: how close a choice was is not known.
+    argv = [*PAIR, *SMALL, "--prompt-ids", ids(), "--compare", "--presence-penalty", "0.5"]
+    _, _, err = run(capsys, *argv)
+    assert "ddtree parts from ar at output token 3\n" in err
 
 
 # Text.

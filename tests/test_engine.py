@@ -11,7 +11,7 @@ import pytest
 from pairs import engine as make_engine
 from pairs import golden, jitted, models, rarely
 
-from ddtree_jax import Engine, InputError, Options, RunError, cache, rounds
+from ddtree_jax import Engine, InputError, Options, RunError, cache, rounds, sampling
 from ddtree_jax import engine as engines
 from ddtree_jax import tree as trees
 from ddtree_jax.sampling import GREEDY
@@ -253,6 +253,24 @@ def test_top2_gap_is_that_of_the_logits(single):
     for length in (1, 7, 8, len(ids)):
         second, first = np.sort(rows[length - 1])[-2:]
         assert single.top2_gap(ids[:length]) == pytest.approx(first - second, abs=1e-4)
+
+    # Of a sample: with the noise of its place, among what is kept.
+    hot = Options("ar", temperature=0.7, top_k=5, seed=3, logit_bias={17: 4.0}, min_new_tokens=9)
+    banned = list(single.stop_ids(hot))
+    assert banned
+    for length, sample in ((7, 0), (len(ids), 2)):
+        scores = rows[length - 1].astype(np.float64)
+        scores[17] += 4
+        scores[banned] = -np.inf
+        noise = np.asarray(sampling.gumbel(3, sample, length, len(scores)))
+        scores[scores < np.sort(scores)[-5]] = -np.inf
+        second, first = np.sort(scores + 0.7 * noise)[-2:]
+        got = single.top2_gap(ids[:length], hot, sample=sample, emitted=4)
+        assert got == pytest.approx(first - second, abs=1e-4)
+    later = single.top2_gap(ids, hot, emitted=9)  # a stop id may follow
+    assert later == single.top2_gap(ids, dataclasses.replace(hot, min_new_tokens=0))
+    with pytest.raises(ValueError, match="penalties"):
+        single.top2_gap(ids, dataclasses.replace(hot, presence_penalty=1.0))
 
 
 @pytest.mark.parametrize(

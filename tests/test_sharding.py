@@ -86,9 +86,9 @@ def from_store(name, shards):
 
 def gaps(name):
     # The two best of the whole vocabulary, wherever they are.
-    ids = golden(name)["prompts"][0]
+    ids, hot = golden(name)["prompts"][0], Options(temperature=0.8, top_p=0.9, seed=5)
     one, two = (
-        [engine.top2_gap(ids[:length]) for length in (3, 5, 7)]
+        [engine.top2_gap(ids[:length], asked) for length in (3, 5, 7) for asked in (Options(), hot)]
         for engine in (make_engine(name, prefill_chunk=16, tp=tp) for tp in (1, 2))
     )
     np.testing.assert_allclose(one, two, atol=1e-4)

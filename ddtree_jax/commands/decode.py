@@ -15,7 +15,7 @@ from ddtree_jax import api, text
 from ddtree_jax.commands import prompts as prompt_files
 from ddtree_jax.commands import shell
 from ddtree_jax.commands.prompts import Conversation
-from ddtree_jax.engine import ATTENTION, MODES, Engine, Generation, Options
+from ddtree_jax.engine import ATTENTION, MODES, Engine, Generation, Options, sampler_of
 from ddtree_jax.errors import InputError, RunError
 
 BUILT_IN_PROMPT = "What is the water cycle?"
@@ -379,9 +379,15 @@ def _table(session: _Session, *, compare: bool) -> tuple[Table, list[dict[str, A
     return table, rows
 
 
-def _disagreements(engine: Engine, reference: list[Run], group: list[Run]) -> list[dict]:
-    """Where a mode's tokens part from AR's, with the target's top-2 logit gap at that place."""
+def _disagreements(
+    engine: Engine, options: Options, reference: list[Run], group: list[Run]
+) -> list[dict]:
+    """Where a mode's tokens part from AR's, and how close the target's choice was at that place.
+
+    The latter is None where it depended on penalties.
+    """
     found = []
+    single = dataclasses.replace(options, n=1)
     for ar, run in zip(reference, group, strict=True):
         expected, got = ar.generation.output_ids, run.generation.output_ids
         if expected == got or ar.generation.prompt_ids != run.generation.prompt_ids:
@@ -390,7 +396,14 @@ def _disagreements(engine: Engine, reference: list[Run], group: list[Run]) -> li
             (i for i, pair in enumerate(zip(expected, got, strict=False)) if pair[0] != pair[1]),
             min(len(expected), len(got)),
         )
-        gap = engine.top2_gap([*ar.generation.prompt_ids, *expected[:place]])
+        gap = None
+        if not sampler_of([options]).penalties:
+            gap = engine.top2_gap(
+                [*ar.generation.prompt_ids, *expected[:place]],
+                single,
+                sample=run.generation.sample_index,
+                emitted=place,
+            )
         found.append(
             {
                 "prompt_index": run.prompt_index,
@@ -497,7 +510,7 @@ def command(argv: Sequence[str]) -> int:
         status.print(table)
     code = shell.OK
     if args.compare and problem is None:
-        differences = _differences(session)
+        differences = _differences(session, options)
         result["compare"] = {
             "rows": rows,
             "texts_agree": not differences,
@@ -532,13 +545,13 @@ def _compare(session: _Session, options: Options, load, *, show: bool) -> None:
     measure("ddtree")
 
 
-def _differences(session: _Session) -> list[dict[str, Any]]:
+def _differences(session: _Session, options: Options) -> list[dict[str, Any]]:
     groups = session.groups()
     reference = {group[0].dtype: group for group in groups if group[0].generation.mode == "ar"}
     return [
         entry
         for group in groups
-        for entry in _disagreements(session.engine, reference[group[0].dtype], group)
+        for entry in _disagreements(session.engine, options, reference[group[0].dtype], group)
     ]
 
 
@@ -546,10 +559,11 @@ def _report(differences: list[dict[str, Any]], status: Console) -> None:
     if not differences:
         status.print("All texts agree.")
     for entry in differences:
+        gap = entry["top2_gap"]
+        how_close = "" if gap is None else f", where the target's best two differ by {gap:.4f}"
         status.print(
             f"prompt {entry['prompt_index']}: {entry['mode']} parts from ar at output token "
-            f"{entry['position']}, where the target's top-2 logits differ by "
-            f"{entry['top2_gap']:.4f}"
+            f"{entry['position']}{how_close}"
         )
 
 
