@@ -535,10 +535,14 @@ class Engine:
             programs.append(self._insert_program(slots, drafting, sampler.penalties, options.n))
         return [*programs, self._round_program(options, slots, sampler)]
 
-    def prepare(self, options: Options, prompt_tokens: int) -> None:
-        """Starts compiling what a request of this size needs, without waiting for the weights."""
-        slots = self._slots(prompt_tokens, options)
-        self._programs_of(options, slots, sampler_of([options]))
+    def prepare(self, options: Options | Sequence[Options], prompt_tokens: int) -> None:
+        """Starts compiling what requests of this size need, without waiting for the weights.
+
+        `options` as for `run`.
+        """
+        every = [options] if isinstance(options, Options) else options
+        slots = max(self._slots(prompt_tokens, each) for each in every)
+        self._programs_of(every[0], slots, sampler_of(every))
 
     def round_at(
         self, options: Options, length: int, slots: int

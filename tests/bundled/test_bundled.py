@@ -29,9 +29,12 @@ def test_all_modes_give_the_same_tokens(engine):
     count = int(os.environ.get("BUNDLED_PROMPTS", "4"))
     prompts = [api.encode(engine, prompt) for prompt in PROMPTS[:count]]
     base = dict(max_new_tokens=64, stop_ids=())
-    ar = engine.generate(prompts, Options(mode="ar", **base))
+    plain = Options(mode="ar", **base)
     modes = [Options(mode="dflash", **base)]
     modes += [Options(mode="ddtree", tree_budget=budget, **base) for budget in (15, 31, 63)]
+    for options in [plain, *modes]:  # a GPU's programs compile beside each other
+        engine.prepare(options, max(map(len, prompts)))
+    ar = engine.generate(prompts, plain)
     taus = []
     for options in modes:
         results = engine.generate(prompts, options)
@@ -91,10 +94,13 @@ def test_sampled_text_does_not_depend_on_the_tree():
     modes += [{"mode": "ddtree", "tree_budget": b} for b in (7, 31, 63, 127) if full]
     engine = api.load(dtype="float32", batch_size=8)
     prompts = [api.encode(engine, PROMPTS[5])] * len(ar)
+    grid = [[dataclasses.replace(each, **mode) for each in ar] for mode in modes]
+    for requests in [ar, *grid]:  # a GPU's programs compile beside each other
+        engine.prepare(requests, len(prompts[0]))
     wanted = [result.output_ids for result in engine.generate(prompts, ar)]
     taus = []
-    for mode in modes:
-        results = engine.generate(prompts, [dataclasses.replace(each, **mode) for each in ar])
+    for mode, requests in zip(modes, grid, strict=True):
+        results = engine.generate(prompts, requests)
         assert [result.output_ids for result in results] == wanted, mode
         assert all(result.mode == mode["mode"] for result in results)
         lengths = [length for result in results for length in result.accept_lengths]
