@@ -738,8 +738,8 @@ class Engine:
         """How far the target's two best tokens after these lie apart, in units of logits.
 
         It tells a near-tie, which rounding may turn either way, from a fault. Of a sample it is the
-        distance with the noise of its position: then `options` and `sample` are the request's, and
-        the last `emitted` of the tokens its output.
+        distance with the noise of its position, infinite where filters leave a single token: then
+        `options` and `sample` are the request's, and the last `emitted` of the tokens its output.
 
         Raises:
           ValueError: the request has penalties, of which this knows nothing.

@@ -1,6 +1,7 @@
 """scripts/decode.py: decode prompts with a pair of models, show text and statistics."""
 
 import dataclasses
+import math
 import os
 import sys
 import time
@@ -384,7 +385,7 @@ def _disagreements(
 ) -> list[dict]:
     """Where a mode's tokens part from AR's, and how close the target's choice was at that place.
 
-    The latter is None where it depended on penalties.
+    The latter is None where it depended on penalties, or where filters left a single token.
     """
     found = []
     single = dataclasses.replace(options, n=1)
@@ -404,6 +405,7 @@ def _disagreements(
                 sample=run.generation.sample_index,
                 emitted=place,
             )
+            gap = gap if math.isfinite(gap) else None
         found.append(
             {
                 "prompt_index": run.prompt_index,
