@@ -457,7 +457,12 @@ class Engine:
         """Traces in turn, then compiles beside other programs."""
         with self._tracing:
             lowered = jitted.lower(*shapes)
-        return lowered.compile()
+        options = {}
+        if jax.default_backend() == "gpu" and jnp.dtype(self.dtype) == jnp.float32:
+            # XLA would try Triton kernels for every product: four times as long until the first
+            # token, and no faster.
+            options["xla_gpu_enable_triton_gemm"] = False
+        return lowered.compile(options)
 
     def _program(self, key: tuple, build: Callable[[], Any]) -> Future:
         if key not in self._programs:

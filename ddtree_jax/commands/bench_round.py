@@ -37,14 +37,15 @@ SAMPLING: dict[str, dict[str, Any]] = {
 }
 TRACED = 20  # rounds that are measured on the device itself
 AHEAD = 2  # rounds dispatched before the oldest is waited for
+SPAN = 4  # rounds that a lap is the mean of: the host wakes up too late for single short ones
 
 
 COLUMNS = (
-    "Milliseconds of a round with random weights. median, p10, p90: between rounds that complete, "
-    "by the host's clock. floor: the bytes a round must read over the read bandwidth measured in "
-    "the same run. On a GPU also device: a round that waited in the device's queue, so that the "
-    "host has no part in it; busy (on one GPU): while any kernel ran, from a profile; idle: of the "
-    "median."
+    "Milliseconds of a round with random weights. median, p10, p90: of laps by the host's clock, "
+    f"each from one round's completion to that of the {SPAN}th after it, over {SPAN}. floor: the "
+    "bytes a round must read over the read bandwidth measured in the same run. On a GPU also "
+    "device: a round that waited in the device's queue, so that the host has no part in it; busy "
+    "(on one GPU): while any kernel ran, from a profile; idle: of the median."
 )
 
 
@@ -110,10 +111,10 @@ def random_parameters(wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, j
 
 
 def measure(program: Callable, leaves, state, count: int) -> np.ndarray:
-    """Milliseconds between the completions of consecutive rounds [count]."""
+    """Milliseconds a round [count], each the mean of the SPAN rounds that begin with it."""
     flying: collections.deque = collections.deque()
     stamps: list[float] = []
-    while len(stamps) < WARM_UP + count + 1:
+    while len(stamps) < WARM_UP + count + SPAN:
         state, emitted = program(leaves, state)
         flying.append(emitted)
         if len(flying) > AHEAD:
@@ -122,7 +123,8 @@ def measure(program: Callable, leaves, state, count: int) -> np.ndarray:
     length = int(np.max(jax.device_get(state.length)))
     if length >= state.cache.slots:
         raise InputError("the rounds filled the cache: give fewer --rounds")
-    return 1e3 * np.diff(stamps)[WARM_UP:]
+    ends = np.array(stamps[WARM_UP:])
+    return 1e3 * (ends[SPAN:] - ends[:-SPAN]) / SPAN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,7 +248,7 @@ def planned(args) -> Plan:
                 for name, changes in SAMPLING.items()
             ]
     _, drafter = pair_of(args)
-    more = 2 * (max(args.rounds, 2 * TRACED) + WARM_UP + AHEAD) + drafter.block_size
+    more = 2 * (max(args.rounds, 2 * TRACED) + WARM_UP + SPAN + AHEAD) + drafter.block_size
     cases = [
         Case(label, options, context, bucket(context + more))
         for context, (label, options) in itertools.product(lists["context"], kinds)
