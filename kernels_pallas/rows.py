@@ -12,6 +12,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from kernels_pallas.mosaic import MULTIPROCESSORS
+
 
 def total(parts_smd: jax.Array, dtype) -> jax.Array:
     """[m, d], the sum of the parts."""
@@ -115,19 +117,18 @@ def add_norm(
 
     def add_norm_kernel(x_ref, parts_ref, weight_ref, o_ref, y_ref):
         row = lax.axis_index("row")
-        y = functools.reduce(
-            lambda a, b: a + b, (parts_ref[part, row].astype(jnp.float32) for part in range(s))
-        )
-        y = y.astype(jnp.bfloat16).astype(jnp.float32)
-        x = (x_ref[row].astype(jnp.float32) + y).astype(jnp.bfloat16)
+        # All reads first, so that they are under way together.
+        parts = [parts_ref[part, row].astype(jnp.float32) for part in range(s)]
+        x, weight = x_ref[row].astype(jnp.float32), weight_ref[...]
+        y = functools.reduce(lambda a, b: a + b, parts).astype(jnp.bfloat16)
+        x = (x + y.astype(jnp.float32)).astype(jnp.bfloat16)
         o_ref[row] = x
         wide = x.astype(jnp.float32)
         scale = lax.rsqrt(jnp.sum(wide * wide) / d + eps)
         if centred:
-            weight = 1.0 + weight_ref[...].astype(jnp.float32)
-            y_ref[row] = (wide * scale * weight).astype(jnp.bfloat16)
+            y_ref[row] = (wide * scale * (1.0 + weight.astype(jnp.float32))).astype(jnp.bfloat16)
         else:
-            y_ref[row] = (wide * scale).astype(jnp.bfloat16) * weight_ref[...]
+            y_ref[row] = (wide * scale).astype(jnp.bfloat16) * weight
 
     row = jax.ShapeDtypeStruct((m, d), jnp.bfloat16)
     return plgpu.kernel(
@@ -154,7 +155,11 @@ def head_rows(
     centred: bool = False,
     interpret=None,
 ) -> jax.Array:
-    """The kernel; arguments as for the reference. A block has one KV head's group of one row."""
+    """The kernel; arguments as for the reference.
+
+    A block has one KV head's group of one row, or one head of it where rows are so few that the
+    blocks of all heads run at the same time.
+    """
     groups, slots, h = shape
     s, m, columns = parts_smc.shape
     half = tables[0].shape[1]
@@ -164,51 +169,69 @@ def head_rows(
         for t, rest in zip(tables, (1.0, 0.0), strict=True)
     )
     width = h + 2 * half  # a head with room on both sides, to be read from half a rotation off
+    single = m * groups * slots <= 8 * MULTIPROCESSORS
+    heads = 1 if single else slots  # of a block
 
     def head_rows_kernel(parts_ref, cos_ref, sin_ref, *refs):
         norm_refs, (o_ref, heads_smem) = refs[:-2], refs[-2:]
-        row, group = lax.axis_index("row"), lax.axis_index("group")
+        row, group, first = (lax.axis_index(axis) for axis in ("row", "group", "head"))
 
         def rounded(x):
             return x.astype(jnp.bfloat16).astype(jnp.float32)
 
-        def head(slot):
-            return pl.ds((group * slots + slot) * h, h)
+        def place(index):
+            return pl.ds((group * slots + first + index) * h, h)
 
-        def total_of(slot):
-            parts = (parts_ref[part, row, head(slot)].astype(jnp.float32) for part in range(s))
+        def total_of(index):
+            parts = (parts_ref[part, row, place(index)].astype(jnp.float32) for part in range(s))
             return rounded(functools.reduce(lambda a, b: a + b, parts))
 
         # All reads first, so that they are under way together.
-        heads = [total_of(slot) for slot in range(slots)]
-        o_ref[row, head(slots - 1)] = heads[-1].astype(jnp.bfloat16)
-        for slot, x in enumerate(heads[:-1]):
-            if norms is not None:
-                scale = lax.rsqrt(jnp.sum(x * x) / h + eps)
-                weight = norm_refs[slot == slots - 2][...].astype(jnp.float32)
-                if centred:
-                    x = rounded(x * scale * (1.0 + weight))
-                else:
-                    x = rounded(rounded(x * scale) * weight)
-            heads[slot] = x
-            heads_smem[pl.ds(slot * width + half, h)] = x
-        plgpu.commit_smem()  # every thread reads what others wrote
+        totals = [total_of(index) for index in range(heads)]
         cos, sin = cos_ref[row], sin_ref[row]
-        index = lax.broadcasted_iota(jnp.int32, (h,), 0)
-        for slot, x in enumerate(heads[:-1]):
-            after = heads_smem[pl.ds(slot * width + 2 * half, h)]
-            before = heads_smem[pl.ds(slot * width, h)]
-            other = jnp.where(index < half, -after, jnp.where(index < 2 * half, before, 0.0))
-            o_ref[row, head(slot)] = (x * cos + other * sin).astype(jnp.bfloat16)
+        weights = [ref[...].astype(jnp.float32) for ref in norm_refs]
+
+        def keep(index):
+            o_ref[row, place(index)] = totals[index].astype(jnp.bfloat16)
+
+        def turn(some, key):
+            """Norm and rotation of heads of this block; of them all but `key` are queries."""
+            turned = []
+            for index in some:
+                x = totals[index]
+                if norms is not None:
+                    scale = lax.rsqrt(jnp.sum(x * x) / h + eps)
+                    weight = weights[index == key]
+                    if centred:
+                        x = rounded(x * scale * (1.0 + weight))
+                    else:
+                        x = rounded(rounded(x * scale) * weight)
+                turned.append(x)
+                heads_smem[pl.ds(index * width + half, h)] = x
+            plgpu.commit_smem()  # every thread reads what others wrote
+            at = lax.broadcasted_iota(jnp.int32, (h,), 0)
+            for index, x in zip(some, turned, strict=True):
+                after = heads_smem[pl.ds(index * width + 2 * half, h)]
+                before = heads_smem[pl.ds(index * width, h)]
+                other = jnp.where(at < half, -after, jnp.where(at < 2 * half, before, 0.0))
+                o_ref[row, place(index)] = (x * cos + other * sin).astype(jnp.bfloat16)
+
+        if single:
+            pl.when(first < slots - 2)(lambda: turn([0], None))
+            pl.when(first == slots - 2)(lambda: turn([0], 0))
+            pl.when(first == slots - 1)(lambda: keep(0))
+        else:
+            keep(slots - 1)
+            turn(range(slots - 1), slots - 2)
 
     y = plgpu.kernel(
         head_rows_kernel,
         out_type=jax.ShapeDtypeStruct((m, columns), jnp.bfloat16),
-        grid=(m, groups),
-        grid_names=("row", "group"),
+        grid=(m, groups, slots // heads),
+        grid_names=("row", "group", "head"),
         num_threads=1,
         thread_name="wg",
-        scratch_types=(plgpu.SMEM(((slots - 1) * width,), jnp.float32),),
+        scratch_types=(plgpu.SMEM((heads * width,), jnp.float32),),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )(parts_smc, cos, sin, *(norms or ()))

@@ -33,13 +33,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas import mosaic
-from kernels_pallas.mosaic import MULTIPROCESSORS, ROW_VECTOR, ROWS, WGMMA
+from kernels_pallas.mosaic import COLUMN_VECTOR, MULTIPROCESSORS, ROW_VECTOR, ROWS, WGMMA
 
 LOWEST = -1e30  # the initial maximum
 LOG2_E = math.log2(math.e)
 LONG = 4096  # cache slots from which wider key tiles pay
 PART = 64  # columns that are stored at a time
-COMBINED = 16  # columns that a block combines: few, so that many blocks share the latency
 
 
 def unsupported_reason(
@@ -237,14 +236,15 @@ def _partial(
             stats_smem[worker, 1] = total
             target = (split, z_index, pl.ds(tile * ROWS, ROWS))
             for start in range(0, h, PART):
+                # Only until the buffer is free: whoever reads what was written runs after us.
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 within = start % chunk
                 o_smem[...] = o[start // chunk][:, within : within + PART]
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(o_smem, o_ref.at[(*target, pl.ds(start, PART))])
-                plgpu.wait_smem_to_gmem(0)
             plgpu.copy_smem_to_gmem(stats_smem.at[worker, 0], m_ref.at[target])
             plgpu.copy_smem_to_gmem(stats_smem.at[worker, 1], l_ref.at[target])
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         def load():
             def fetch(step, k_source, v_source):
@@ -332,50 +332,44 @@ def _partial(
 
 
 def _combine(o, m, total, *, batch: int, n: int, g: int, interpret) -> jax.Array:
-    """bfloat16 [batch, n, k * g * h] from the partial results; 0 where nothing is seen."""
+    """bfloat16 [batch, n, k * g * h] from the partial results; 0 where nothing is seen.
+
+    A block has one head of one node: many blocks share the latency, and all its reads are at once.
+    """
     splits, z, _, h = o.shape
     kv_heads, nodes = z // batch, _tile_nodes(g)
 
-    def combine_kernel(o_ref, m_ref, l_ref, out_ref, out_smem):
-        z_index, tile, part = (lax.axis_index(axis) for axis in ("z", "tile", "part"))
-        rows = pl.ds(tile * ROWS, ROWS)
+    def combine_kernel(o_ref, m_ref, l_ref, out_ref):
+        z_index, node, head = (lax.axis_index(axis) for axis in ("z", "node", "head"))
+        row = node // nodes * ROWS + head * nodes + lax.rem(node, nodes)
+        # A row of 64 is too short for a warpgroup: each warp has all of it then.
+        layout = COLUMN_VECTOR if h % 128 else None
 
-        def vector(ref, split):
-            return plgpu.load(ref.at[split, z_index, rows], layout=ROW_VECTOR, optimized=False)
+        def of_splits(ref, **how):
+            places = (ref.at[split, z_index, row] for split in range(splits))
+            return [plgpu.load(place, optimized=False, **how) for place in places]
 
-        peaks = [vector(m_ref, split) for split in range(splits)]
+        parts = of_splits(o_ref, layout=layout)
+        peaks, totals = of_splits(m_ref), of_splits(l_ref)
         peak = functools.reduce(jnp.maximum, peaks)
         weights = [jnp.exp2(x - peak) for x in peaks]
-        norm = functools.reduce(
-            lambda a, b: a + b, [vector(l_ref, i) * weight for i, weight in enumerate(weights)]
-        )
-        inverse = 1.0 / jnp.where(norm == 0.0, 1.0, norm)
-        y = None
-        for split, weight in enumerate(weights):
-            source = o_ref.at[split, z_index, rows, pl.ds(part * COMBINED, COMBINED)]
-            x = plgpu.load(source, layout=WGMMA, optimized=False)
-            x = x * lax.broadcast_in_dim(weight * inverse, x.shape, [0])
-            y = x if y is None else y + x
-        out_smem[...] = y.astype(jnp.bfloat16)
-        plgpu.commit_smem()
-        for j in range(g):
-            column = (lax.rem(z_index, kv_heads) * g + j) * h + part * COMBINED
-            target = (z_index // kv_heads, pl.ds(tile * nodes, nodes), pl.ds(column, COMBINED))
-            plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(j * nodes, nodes)], out_ref.at[target])
-        plgpu.wait_smem_to_gmem(0)
+
+        def weighted(values, factor=1.0):
+            terms = (x * (w * factor) for x, w in zip(values, weights, strict=True))
+            return functools.reduce(lambda a, b: a + b, terms)
+
+        norm = weighted(totals)
+        y = weighted(parts, 1.0 / jnp.where(norm == 0.0, 1.0, norm))
+        columns = pl.ds((lax.rem(z_index, kv_heads) * g + head) * h, h)
+        out_ref[z_index // kv_heads, node, columns] = y.astype(jnp.bfloat16)
 
     return plgpu.kernel(
         combine_kernel,
         out_type=jax.ShapeDtypeStruct((batch, n, kv_heads * g * h), jnp.bfloat16),
-        grid=(z, -(-n // nodes), h // COMBINED),
-        grid_names=("z", "tile", "part"),
+        grid=(z, n, g),
+        grid_names=("z", "node", "head"),
         num_threads=1,
         thread_name="wg",
-        scratch_types=(
-            plgpu.SMEM(
-                (ROWS, COMBINED), jnp.bfloat16, transforms=mosaic.tiles(COMBINED, jnp.bfloat16)
-            ),
-        ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )(o, m, total)

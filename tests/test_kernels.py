@@ -389,15 +389,18 @@ def test_add_norm_equals_the_reference(m, s, centred):
 
 
 @pytest.mark.parametrize(
-    ("m", "s", "h", "rotated", "normed", "centred"),
+    ("m", "s", "h", "rotated", "normed", "centred", "whole"),
     [
-        (1, 4, 128, 128, True, False),
-        (5, 1, 256, 64, False, False),
-        (9, 2, 128, 64, True, True),
-        (3, 3, 256, 256, True, False),
+        (1, 4, 128, 128, True, False, False),
+        (2, 1, 128, 64, False, False, False),
+        (5, 1, 256, 64, False, False, True),
+        (9, 2, 128, 64, True, True, True),
+        (3, 3, 256, 256, True, False, False),
     ],
 )
-def test_head_rows_equal_the_reference(m, s, h, rotated, normed, centred):
+def test_head_rows_equal_the_reference(m, s, h, rotated, normed, centred, whole, monkeypatch):
+    """`whole`: blocks of all heads of a group, as where there are many rows."""
+    monkeypatch.setattr(rows, "MULTIPROCESSORS", 0 if whole else 132)
     shape = (2, 4, h)
     dtype = jnp.float32 if s > 1 else jnp.bfloat16
     angles = normal(1, m, rotated // 2, dtype=jnp.float32)
