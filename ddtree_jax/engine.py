@@ -3,6 +3,8 @@
 import collections
 import dataclasses
 import functools
+import numbers
+import operator
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,8 +57,9 @@ class Options:
 
     top_k (0 keeps all), top_p (1), min_p (0): see filters.py. logit_bias (by token id),
     repetition_penalty (1 is none), presence_penalty, frequency_penalty, min_new_tokens: see
-    penalties.py. stop: strings at which the text ends; they are not part of it. Neither a stop id
-    nor a stop string ends a text before min_new_tokens. log_probs: of the emitted tokens, too.
+    penalties.py. stop: strings at which the text ends; they are not part of it, and special tokens
+    are no text. Neither a stop id nor the end of a stop string among the first min_new_tokens ends
+    a text. log_probs: of the emitted tokens, too.
     """
 
     mode: str = "ddtree"
@@ -80,12 +83,31 @@ class Options:
     log_probs: bool = False
 
     def __post_init__(self):
+        for name in ("max_new_tokens", "seed", "n", "top_k", "min_new_tokens"):
+            object.__setattr__(self, name, _integer(name, getattr(self, name)))
+        for name in (
+            *("temperature", "top_p", "min_p"),
+            *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+        ):
+            object.__setattr__(self, name, _number(name, getattr(self, name)))
+        if self.tree_budget is not None:
+            object.__setattr__(self, "tree_budget", _integer("tree budget", self.tree_budget))
+        if self.stop_ids is not None:
+            ids = tuple(_integer("a stop id", each) for each in _several("stop_ids", self.stop_ids))
+            object.__setattr__(self, "stop_ids", ids)
+        if not isinstance(self.logit_bias, Mapping):
+            raise InputError(f"logit_bias is {self.logit_bias!r}; expected numbers by token id")
+        bias = {
+            _integer("a token of logit_bias", key): _number(f"logit_bias of token {key}", value)
+            for key, value in self.logit_bias.items()
+        }
+        object.__setattr__(self, "logit_bias", bias)
         if self.mode not in MODES:
             raise InputError(f"mode is {self.mode!r}; expected one of {', '.join(MODES)}")
         budget = self.tree_budget
-        if budget is not None and not (isinstance(budget, int) and 1 <= budget <= 511):
+        if budget is not None and not 1 <= budget <= 511:
             raise InputError(f"tree budget is {self.tree_budget}; expected 1 to 511 nodes")
-        if not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 1:
+        if self.max_new_tokens < 1:
             raise InputError(f"max_new_tokens is {self.max_new_tokens}; expected at least 1")
         largest = LARGEST_TEMPERATURE
         if self.temperature != 0 and not 1 / largest <= self.temperature <= largest:
@@ -93,11 +115,11 @@ class Options:
                 f"temperature is {self.temperature}; expected 0 (greedy), or {1 / largest:g} to "
                 f"{largest:g}"
             )
-        if not (isinstance(self.seed, int) and 0 <= self.seed < 2**32):
+        if not 0 <= self.seed < 2**32:
             raise InputError(f"seed is {self.seed}; expected 0 to 2^32 - 1")
-        if not isinstance(self.n, int) or self.n < 1:
+        if self.n < 1:
             raise InputError(f"n is {self.n}; expected at least 1")
-        if not (isinstance(self.top_k, int) and 0 <= self.top_k < 2**31):
+        if not 0 <= self.top_k < 2**31:
             raise InputError(f"top_k is {self.top_k}; expected 1 or more, or 0 for all")
         if not 0 < self.top_p <= 1:
             raise InputError(f"top_p is {self.top_p}; expected more than 0 and at most 1")
@@ -118,9 +140,7 @@ class Options:
                 raise InputError(
                     f"{name} is {value}; expected {-LARGEST_SUMMAND:g} to {LARGEST_SUMMAND:g}"
                 )
-        if not isinstance(self.min_new_tokens, int) or (
-            not 0 <= self.min_new_tokens <= self.max_new_tokens
-        ):
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
             raise InputError(
                 f"min_new_tokens is {self.min_new_tokens}; expected 0 to max_new_tokens, "
                 f"{self.max_new_tokens}"
@@ -129,10 +149,32 @@ class Options:
             raise InputError(
                 f"logit_bias has {len(self.logit_bias)} tokens; expected up to {BIAS_SLOTS}"
             )
+        strings = _several("stop", self.stop)
         if isinstance(self.stop, str) or not all(
-            isinstance(each, str) and each for each in self.stop
+            isinstance(each, str) and each for each in strings
         ):
             raise InputError(f"stop is {self.stop!r}; expected strings that are not empty")
+        object.__setattr__(self, "stop", strings)
+
+
+def _integer(name: str, value: Any) -> int:
+    try:
+        return int(operator.index(value))
+    except TypeError:
+        raise InputError(f"{name} is {value!r}; expected an integer") from None
+
+
+def _number(name: str, value: Any) -> float:
+    if not isinstance(value, numbers.Real):
+        raise InputError(f"{name} is {value!r}; expected a number")
+    return float(value)
+
+
+def _several(name: str, value: Any) -> tuple:
+    try:
+        return tuple(value)
+    except TypeError:
+        raise InputError(f"{name} is {value!r}; expected a tuple") from None
 
 
 def sampler_of(options: Sequence[Options]) -> Sampler:
@@ -596,6 +638,11 @@ class Engine:
         names: Sequence[str] | None = None,
     ) -> None:
         """Raises InputError for what cannot be decoded; `names` are what messages call prompts."""
+        if len(options) != len(prompts):
+            raise InputError(
+                f"there are {len(options)} options for {len(prompts)} prompts; expected one each, "
+                "or a single one"
+            )
         for field in ("mode", "tree_budget", "chain_seed", "draft_noise", "n"):
             if len({getattr(each, field) for each in options}) > 1:
                 raise InputError(f"requests of one batch differ in {field}; expected one value")
@@ -617,13 +664,13 @@ class Engine:
                     f"n is {each.n}; expected at most the batch size, {self.batch_size}"
                 )
             for token in each.logit_bias:
-                if not (isinstance(token, int) and 0 <= token < self.target.vocab_size):
+                if not 0 <= token < self.target.vocab_size:
                     raise InputError(
                         f"logit_bias names token {token}; expected 0 to "
                         f"{self.target.vocab_size - 1}"
                     )
             for token in each.stop_ids or ():
-                if not (isinstance(token, int) and 0 <= token < self.target.vocab_size):
+                if not 0 <= token < self.target.vocab_size:
                     raise InputError(
                         f"stop_ids holds {token}; expected 0 to {self.target.vocab_size - 1}"
                     )
@@ -681,7 +728,7 @@ class Engine:
                 repetition=options.repetition_penalty,
                 presence=options.presence_penalty,
                 frequency=options.frequency_penalty,
-                min_new_tokens=options.min_new_tokens,
+                min_new_tokens=min(options.min_new_tokens, limit),
             )
             lists = dict(stop_ids=stops, bias_ids=list(bias), bias=list(bias.values()))
             for name, value in values.items():
@@ -755,7 +802,8 @@ class Engine:
         slots, rows = bucket(len(ids)), self.prefill_rows
         state = self._reset(self._fresh(rows, slots, False), [ids], [Options()])
         emitted_b: Any = np.full((rows,), emitted, np.int32)
-        request = self._request([(options, options.max_new_tokens, sample)], rows)
+        limit = min(options.max_new_tokens, self.max_length)
+        request = self._request([(options, limit, sample)], rows)
         state = dataclasses.replace(state, request=request, emitted=emitted_b)
         leaves = self._leaves.result()
         function = functools.partial(rounds.top2_gap, sampler=sampler)

@@ -2,7 +2,8 @@
 
 The noise for absolute position p of sample s of a request is a function of (seed, s, p, token id)
 and of nothing else. A sampled text is therefore the same in every mode, with every tree, alone or
-in a batch; sampling is argmax(filter(logits / T) + Gumbel noise), which is exact.
+in a batch; sampling is argmax(filter(logits / T) + Gumbel noise), which is exact: float32 logits
+are drawn from as they are, tokens of less than some 2^-32 too rarely.
 """
 
 import dataclasses
@@ -124,9 +125,18 @@ def gumbel(seed: jax.Array, sample: jax.Array, position: jax.Array, size: int) -
         key = jax.random.key(seed, impl="threefry2x32")
         key = jax.random.fold_in(jax.random.fold_in(key, sample), position)
         bits = jax.random.bits(key, (size,), jnp.uint32)
-    # 23 random bits at the centres of their cells: never 0 or 1, so both logarithms are finite.
-    uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
-    return -jnp.log(-jnp.log(uniform))
+    return _gumbel_of(bits)
+
+
+def _gumbel_of(bits: jax.Array) -> jax.Array:
+    """Gumbel noise of random 32-bit words; the larger the word, the lower the noise.
+
+    What is large decides who is chosen, so the cells of 2^-32 of a uniform number are kept where
+    that noise comes from, next to 0: float32 tells them apart there, and not next to 1.
+    """
+    uniform = (bits.astype(jnp.float32) + 0.5) * 2.0**-32
+    # What rounds to 1 has its logarithm infinite.
+    return -jnp.log(-jnp.log1p(-jnp.minimum(uniform, 1 - 2.0**-24)))
 
 
 # (int32 x, none of it -1; a mesh axis) -> [shards, *x.shape].

@@ -80,7 +80,7 @@ class StreamDecoder:
       stops: the text ends before the first of these strings. What may become one is held back, so
         no part of it is ever returned. Tokens are looked at one by one: the end does not depend on
         how they arrive.
-      unstopped: the first tokens, among which no stop string is looked for.
+      unstopped: the first tokens, in whose text no stop string ends.
 
     After the end `stopped` is True; `count` is the number of tokens taken in, with the one that
     completes the stop string.
@@ -90,8 +90,10 @@ class StreamDecoder:
         self._tokenizer, self._stops, self._unstopped = tokenizer, tuple(stops), unstopped
         self._ids: list[int] = []
         self._context = 0  # where the window begins
-        self._shown = 0  # tokens whose text has been returned, or is held back
+        self._settled = 0  # tokens whose text is whole and has been taken out of the window
+        self._taken = 0  # characters taken out of what follows those, before half a character
         self._held = ""  # what may be the beginning of a stop string
+        self._exempt = 0  # characters at its beginning that are of the unstopped tokens
         self.stopped = False
 
     @property
@@ -114,28 +116,30 @@ class StreamDecoder:
 
     def _extend(self, tokens: Sequence[int], final: bool) -> str:
         self._ids.extend(tokens)
-        before = self._decode(self._context, self._shown)
-        window = self._decode(self._context, len(self._ids))
-        if not final and window.endswith(REPLACEMENT):
-            return ""
-        piece = window[len(before) :]
-        if piece:  # special tokens alone are no context: the next token may not look like the first
-            self._context = self._shown
-        self._shown = len(self._ids)
-        return piece
+        before = self._decode(self._context, self._settled)
+        piece = self._decode(self._context, len(self._ids))[len(before) :]
+        whole = piece if final else piece.rstrip(REPLACEMENT)
+        new, self._taken = whole[self._taken :], len(whole)
+        if whole == piece:
+            if piece:  # special tokens alone are no context: the next may not look like the first
+                self._context = self._settled
+            self._settled, self._taken = len(self._ids), 0
+        return new
 
     def _search(self, tokens: Sequence[int], final: bool) -> str:
         text = self._held + self._extend(tokens, final)
-        self._held = ""
         if self.count <= self._unstopped:
-            return text
-        found = [place for place in map(text.find, self._stops) if place >= 0]
-        if found:
-            self.stopped = True
-            return text[: min(found)]
+            self._exempt = len(text)
+        else:
+            begins = ((stop, max(0, self._exempt - len(stop) + 1)) for stop in self._stops)
+            found = [place for stop, begin in begins if (place := text.find(stop, begin)) >= 0]
+            if found:
+                self._held, self.stopped = "", True
+                return text[: min(found)]
         keep = 0 if final else max(_overlap(text, stop) for stop in self._stops)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        shown = len(text) - keep
+        self._held, self._exempt = text[shown:], max(0, self._exempt - shown)
+        return text[:shown]
 
 
 def _overlap(text: str, stop: str) -> int:

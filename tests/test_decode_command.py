@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pairs import ORACLE, golden
 
-from ddtree_jax import text
+from ddtree_jax import Engine, text
 from ddtree_jax.commands import decode, shell
 from ddtree_jax.commands.prompts import from_file
 
@@ -388,6 +388,7 @@ def test_compare_fails_where_float32_texts_differ(capsys, ids, monkeypatch):
     assert compare["texts_agree"] is False
     (difference,) = compare["differences"]
     assert (difference["mode"], difference["position"]) == ("ddtree", 3)
+    assert (difference["prompt_index"], difference["sample_index"]) == (0, 0)
     assert difference["top2_gap"] > 0
     said = f"output token 3, where the target's best two differ by {difference['top2_gap']:.4f}"
     assert said in err
@@ -398,7 +399,31 @@ def test_compare_fails_where_float32_texts_differ(capsys, ids, monkeypatch):
         _, out, err = run(capsys, *argv)
         (difference,) = json.loads(out)["compare"]["differences"]
         assert difference["top2_gap"] is None
-        assert "ddtree parts from ar at output token 3\n" in err
+        assert "prompt 0, turn 0, sample 0: ddtree parts from ar at output token 3\n" in err
+
+    # Of several samples, which one.
+    argv = [*PAIR, *SMALL, "--prompt-ids", ids(), "--n", "2", "--temperature", "1", "--compare"]
+    _, out, err = run(capsys, *argv, "--json", "-")
+    (difference,) = json.loads(out)["compare"]["differences"]
+    assert difference["sample_index"] == 1
+    assert "prompt 0, turn 0, sample 1: ddtree parts" in err
+
+
+def test_samples_are_shown_in_order(capsys, ids, monkeypatch):
+    """Whichever ends first: that depends on mode and tree."""
+    original = Engine.run
+
+    def other_way_round(self, *given, **named):
+        events = list(original(self, *given, **named))
+        yield from sorted(events, key=lambda each: (each[0].done, -each[0].index, -each[0].sample))
+
+    monkeypatch.setattr(Engine, "run", other_way_round)
+    prompts = golden(NAME)["prompts"][:2]
+    argv = [*PAIR, *SMALL, "--prompt-ids", ids(prompts), "--n", "2", "--temperature", "1"]
+    code, out, _ = run(capsys, *argv)
+    assert code == 0
+    headers = [line for line in out.splitlines() if line.startswith("---")]
+    assert headers == [f"--- prompt {p}, sample {s}" for p in range(2) for s in range(2)]
 
 
 # Text.

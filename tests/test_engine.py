@@ -371,11 +371,56 @@ def test_requests_that_are_refused(single, prompts, changes, problem):
         ({"stop": "END"}, "stop is 'END'"),
         ({"stop": ("",)}, "not empty"),
         ({"stop": (5,)}, "stop is .5,"),
+        ({"stop": None}, "stop is None; expected a tuple"),
+        ({"stop_ids": 5}, "stop_ids is 5; expected a tuple"),
+        ({"stop_ids": (1.5,)}, "stop id is 1.5; expected an integer"),
+        ({"logit_bias": None}, "logit_bias is None; expected numbers by token id"),
+        ({"logit_bias": {3: "x"}}, "logit_bias of token 3 is 'x'; expected a number"),
+        ({"logit_bias": {"x": 3.0}}, "token of logit_bias is 'x'; expected an integer"),
+        ({"tree_budget": "x"}, "tree budget is 'x'; expected an integer"),
+        *(
+            ({name: None}, f"{name} is None; expected a.* (number|integer)")
+            for name in (
+                *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
+                *("max_new_tokens", "seed", "n", "top_k", "min_new_tokens"),
+            )
+        ),
     ],
 )
 def test_options_that_are_refused(changes, problem):
     with pytest.raises(InputError, match=problem):
         Options(**changes)
+
+
+def test_options_take_what_arrays_hold():
+    """NumPy's numbers are numbers; what was given as a list may change afterwards."""
+    stops = [5, np.int64(6)]
+    mine = Options(
+        *("ddtree", np.int32(7), np.int64(9)),
+        temperature=np.float32(0.5),
+        seed=np.uint32(3),
+        stop_ids=stops,
+        logit_bias={np.int64(3): np.float32(1)},
+        stop=["a"],
+    )
+    stops.clear()
+    assert mine == Options(
+        "ddtree", 7, 9, 0.5, seed=3, stop_ids=(5, 6), logit_bias={3: 1.0}, stop=("a",)
+    )
+
+
+def test_a_minimum_beyond_every_length(single):
+    """Nothing of a request is too large for the device's integers."""
+    many = options("ddtree", max_new_tokens=2**33, min_new_tokens=2**32)
+    (result,) = single.generate([PROMPTS[0][: single.max_length - 9]] * 1, many)
+    assert result.finish_reason == "length"
+    assert len(result.prompt_ids) + len(result.output_ids) == single.max_length
+    single.top2_gap(result.prompt_ids, many)
+
+
+def test_one_set_of_options_for_each_prompt(single):
+    with pytest.raises(InputError, match="2 options for 1 prompts"):
+        single.generate(PROMPTS[:1], [options("ddtree")] * 2)
 
 
 def test_requests_of_one_batch_agree(batched):

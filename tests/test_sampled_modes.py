@@ -51,7 +51,7 @@ def filters(best):
 
 
 def options(mode="ar", budget=None, **changes):
-    base = dict(max_new_tokens=LENGTH, stop_ids=(), seed=4)
+    base = dict(max_new_tokens=LENGTH, stop_ids=(), seed=5)
     return Options(mode=mode, tree_budget=budget, **base | changes)
 
 

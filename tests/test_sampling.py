@@ -61,6 +61,23 @@ def test_noise_differs_by_seed_sample_and_position():
     assert all(np.isfinite(value).all() for value in values)
 
 
+def test_noise_has_the_whole_upper_tail():
+    """The share of all words whose noise exceeds x is that of the Gumbel distribution, far up too.
+
+    A token of probability e^-x is drawn where its noise exceeds that of a certain one by x.
+    """
+    spread = np.geomspace(4096, 2.0**32 - 1, 4096).round()
+    words = np.concatenate([np.arange(4096), spread])
+    values = np.asarray(sampling._gumbel_of(jnp.asarray(words, jnp.uint32)), np.float64)
+    assert np.isfinite(values).all()
+    assert (np.diff(values) <= 0).all()
+    shares = (words + 0.5) / 2.0**32  # of the words up to each, its own cell half
+    exact = -np.expm1(-np.exp(-values))
+    high = values > 0
+    np.testing.assert_allclose(exact[high], shares[high], rtol=3e-6)
+    assert values[0] > 22
+
+
 def test_choice_depends_on_position_alone():
     """The same logits at the same position choose the same, whatever node, depth, row, padding."""
     generator = np.random.default_rng(0)

@@ -36,30 +36,54 @@ def engine(tmp_path_factory):
 
 
 def expected(tokenizer, ids, stops, unstopped=0):
-    """(tokens, text) by the definition: the fewest tokens whose whole text holds a stop string."""
+    """(tokens, text) by the definition: the fewest tokens whose whole text holds a stop string.
+
+    One that ends in the text of the first `unstopped` tokens is none.
+    """
+    first = tokenizer.decode(ids[:unstopped], skip_special_tokens=True).rstrip(text.REPLACEMENT)
     for count in range(unstopped + 1, len(ids) + 1):
-        start = len(tokenizer.decode(ids[:unstopped], skip_special_tokens=True))
         whole = tokenizer.decode(ids[:count], skip_special_tokens=True)
-        places = [place for stop in stops if (place := whole.find(stop, start)) >= 0]
+        begins = ((stop, max(0, len(first) - len(stop) + 1)) for stop in stops)
+        places = [place for stop, begin in begins if (place := whole.find(stop, begin)) >= 0]
         if places:
             return count, whole[: min(places)]
     return None, tokenizer.decode(ids, skip_special_tokens=True)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(
-    content=st.text(st.sampled_from("ab é€🙂"), max_size=16),
-    stops=st.lists(st.text(st.sampled_from("ab é€🙂"), min_size=1, max_size=4), max_size=3),
-    sizes=st.lists(st.integers(1, 6), min_size=1),
-    unstopped=st.sampled_from([0, 0, 3]),
-)
-def test_stream_ends_before_the_first_stop(byte_tokenizer, content, stops, sizes, unstopped):
-    ids = byte_tokenizer.encode(content)
-    # A stop is looked for in the text of the later tokens; whole characters keep that simple.
-    while unstopped and "\ufffd" in byte_tokenizer.decode(ids[:unstopped]):
-        unstopped -= 1
-    count, wanted = expected(byte_tokenizer, ids, stops, unstopped)
-    decoder, shown, start = text.StreamDecoder(byte_tokenizer, stops, unstopped), "", 0
+@pytest.fixture(scope="module")
+def merged_tokenizer(tmp_path_factory):
+    """Byte-level BPE: its tokens may be text together with half a character."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("merged")
+    names = pre_tokenizers.ByteLevel.alphabet()
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+
+    def shown(some):
+        return "".join(name for name, _ in level.pre_tokenize_str(some))
+
+    # The letters of a word's bytes, as the vocabulary writes them.
+    words = [shown(word) for word in ("a🙂", " é", "€b", "ab", "b🙂a")]
+    pieces = {word[i:j] for word in words for i in range(len(word)) for j in range(i + 2, i + 5)}
+    vocabulary = {name: index for index, name in enumerate([*sorted(names), *sorted(pieces)])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = '{"tokenizer_class": "PreTrainedTokenizerFast"}'
+    (folder / "tokenizer_config.json").write_text(settings)
+    loaded = text.load_tokenizer(folder)
+    ids = [vocabulary[piece] for piece in sorted(pieces)]
+    mixed = [i for i in ids if text.decode(loaded, [i]).strip(text.REPLACEMENT)]
+    assert any(text.REPLACEMENT in text.decode(loaded, [i]) for i in mixed)
+    return loaded, ids
+
+
+STOPS = st.lists(st.text(st.sampled_from("ab é€🙂"), min_size=1, max_size=4), max_size=3)
+
+
+def check_stream(tokenizer, ids, stops, sizes, unstopped):
+    count, wanted = expected(tokenizer, ids, stops, unstopped)
+    decoder, shown, start = text.StreamDecoder(tokenizer, stops, unstopped), "", 0
     for size in sizes * (len(ids) + 1):
         if start >= len(ids) or decoder.stopped:
             break
@@ -70,6 +94,37 @@ def test_stream_ends_before_the_first_stop(byte_tokenizer, content, stops, sizes
     assert decoder.stopped == (count is not None)
     if count is not None:
         assert decoder.count == count
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    content=st.text(st.sampled_from("ab é€🙂"), max_size=16),
+    stops=STOPS,
+    sizes=st.lists(st.integers(1, 6), min_size=1),
+    unstopped=st.sampled_from([0, 0, 3]),
+)
+def test_stream_ends_before_the_first_stop(byte_tokenizer, content, stops, sizes, unstopped):
+    check_stream(byte_tokenizer, byte_tokenizer.encode(content), stops, sizes, unstopped)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    picks=st.lists(st.integers(0, 10**6), max_size=12),
+    stops=STOPS,
+    sizes=st.lists(st.integers(1, 6), min_size=1),
+    unstopped=st.sampled_from([0, 0, 1, 3]),
+)
+def test_stream_of_tokens_that_end_within_characters(
+    merged_tokenizer, picks, stops, sizes, unstopped
+):
+    tokenizer, ids = merged_tokenizer
+    check_stream(tokenizer, [ids[pick % len(ids)] for pick in picks], stops, sizes, unstopped)
+
+
+def test_text_before_half_a_character_is_shown(merged_tokenizer):
+    tokenizer, ids = merged_tokenizer
+    half = next(i for i in ids if text.decode(tokenizer, [i]) == "a" + text.REPLACEMENT)
+    assert text.StreamDecoder(tokenizer).push([half]) == "a"
 
 
 def options(mode, **changes):

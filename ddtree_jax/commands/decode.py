@@ -1,6 +1,7 @@
 """scripts/decode.py: decode prompts with a pair of models, show text and statistics."""
 
 import dataclasses
+import itertools
 import math
 import os
 import sys
@@ -75,8 +76,10 @@ def _parser() -> shell.Parser:
     output.add_argument("--max-new-tokens", type=int, default=256, metavar="N")
     output.add_argument("--temperature", type=float, default=0.0, metavar="T")
     output.add_argument("--seed", type=int, default=0, metavar="S")
-    output.add_argument("--n", type=int, default=1, metavar="N", help="samples of each prompt")
-    output.add_argument("--top-k", type=int, default=0, metavar="K", help="0: all")
+    output.add_argument(
+        "--n", type=int, default=1, metavar="N", help="samples of each prompt, shown when whole"
+    )
+    output.add_argument("--top-k", type=int, default=0, metavar="K", help="at T > 0; 0: all")
     output.add_argument("--top-p", type=float, default=1.0, metavar="P")
     output.add_argument("--min-p", type=float, default=0.0, metavar="P")
     output.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R")
@@ -87,7 +90,11 @@ def _parser() -> shell.Parser:
     )
     output.add_argument("--min-new-tokens", type=int, default=0, metavar="N")
     output.add_argument(
-        "--stop", metavar="TEXT", action="append", default=[], help="may be repeated"
+        "--stop",
+        metavar="TEXT",
+        action="append",
+        default=[],
+        help="the text ends before it; may be repeated; special tokens are no text",
     )
     output.add_argument(
         "--logprobs", action="store_true", help="of the output tokens, in the result of --json"
@@ -253,6 +260,7 @@ class _Session:
         tokenizer = self.engine.tokenizer
         streaming = show and self.engine.batch_size == 1 and not self.args.no_stream
         runs: dict[tuple[int, int], Run] = {}
+        in_order, done = list(itertools.product(range(len(ids)), range(options.n))), set()
         decoder = None
         waiting = self.status.status("Loading and compiling")
         waiting.start()
@@ -287,9 +295,12 @@ class _Session:
                     self._show(piece + ("\n" if event.done else ""))
                 if event.done:
                     self.engine.with_text(generation)
-                    if show and not streaming:
-                        self._header(runs[event.index, event.sample])
-                        shown = generation.text if tokenizer else generation.output_ids
+                    done.add((event.index, event.sample))
+                    # In order, whichever ends first: that depends on what was accepted.
+                    while show and not streaming and in_order[:1] and in_order[0] in done:
+                        run = runs[in_order.pop(0)]
+                        self._header(run)
+                        shown = run.generation.text if tokenizer else run.generation.output_ids
                         self._show(f"{shown}\n")
         finally:
             waiting.stop()
@@ -409,6 +420,7 @@ def _disagreements(
         found.append(
             {
                 "prompt_index": run.prompt_index,
+                "sample_index": run.generation.sample_index,
                 "turn": run.turn,
                 "mode": run.generation.mode,
                 "tree_budget": run.generation.tree_budget,
@@ -564,7 +576,8 @@ def _report(differences: list[dict[str, Any]], status: Console) -> None:
         gap = entry["top2_gap"]
         how_close = "" if gap is None else f", where the target's best two differ by {gap:.4f}"
         status.print(
-            f"prompt {entry['prompt_index']}: {entry['mode']} parts from ar at output token "
+            f"prompt {entry['prompt_index']}, turn {entry['turn']}, sample "
+            f"{entry['sample_index']}: {entry['mode']} parts from ar at output token "
             f"{entry['position']}{how_close}"
         )
 
