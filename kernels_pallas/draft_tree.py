@@ -200,7 +200,8 @@ def grow(
 
             has_sibling = live & (rank + 1 < ranks)
             next_rank = jnp.minimum(rank + 1, ranks - 1)
-            sibling = above + table_smem[(depth - 1) * ranks + next_rank]
+            # Where no prefix is left, what is picked is deeper than the table.
+            sibling = above + table_smem[(jnp.minimum(depth, levels) - 1) * ranks + next_rank]
             sibling = jnp.where(has_sibling, sibling, WORST)
             has_child = live & (depth < levels)
             child = best + table_smem[jnp.minimum(depth, levels - 1) * ranks]

@@ -24,7 +24,7 @@ from ddtree_jax.commands import (
     profile,
     sweep,
 )
-from ddtree_jax.commands.bench import by_depth, main
+from ddtree_jax.commands.bench import _parser, by_depth, main
 from ddtree_jax.commands.bench_round import SAMPLING
 from ddtree_jax.commands.floors import attended, attention_bounds, bytes_read, prefill_flops
 from ddtree_jax.commands.stages import recurrent_part
@@ -74,6 +74,15 @@ def test_round_measures_every_program(tmp_path, capsys, monkeypatch):
     for row in result["parts"]:
         assert row["ratio"] == pytest.approx(row["ms"] / row["floor_ms"])
     assert "tiny, 2 layers, random weights" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("shape", ["tiny", "tiny-hybrid"])
+def test_rounds_of_a_few_words_fit_the_cache(shape):
+    """Random weights guess well where there is little to guess."""
+    argv = ["round", "--shape", shape, "--budget", "7", "--context", "64"]
+    case = bench_round.planned(_parser().parse_args(argv)).cases[-1]
+    _, drafter = SHAPES[shape]
+    assert case.slots >= 64 + drafter.block_size * (60 + bench_round.WARM_UP)
 
 
 def test_number_lists():
@@ -184,6 +193,14 @@ def test_the_baselines_configuration_is_transformers_own():
         hugging_face.config_values(SHAPES["qwen3.5-4b"][0], 4096)
 
 
+def test_startup_refuses_what_its_process_refuses(capsys):
+    assert main(["startup", "--shape", "tiny", "--attention", "mosaic"]) == 2
+    error = capsys.readouterr().err
+    assert error == "error: attention mosaic cannot be used: the device is a cpu; the kernels " + (
+        "need an NVIDIA Hopper GPU\n"
+    )
+
+
 @pytest.mark.exhaustive
 def test_startup_cold_and_warm(tmp_path):
     out = tmp_path / "startup.json"
@@ -275,6 +292,15 @@ def test_acceptance_by_depth():
         (["round", "--prefill-chunk", "0"], "--prefill-chunk is 0"),
         (["round", "--budget", "1-8", "--kernels"], "--kernels"),
         (["round", "--kernels", "--shape", "tiny"], "--kernels needs a GPU"),
+        *(([name, "--json", ""], "--json is empty") for name in ("acceptance", "round", "startup")),
+        *(([name, "--json", ""], "--json is empty") for name in ("all-sum", "kernels", "products")),
+        (["acceptance", "--plot", ""], "--plot is empty"),
+        (["acceptance", "--eval", ""], "--eval is empty"),
+        (["acceptance", "--seeds", "0,-1"], "--seeds is '0,-1'; expected numbers from 0"),
+        (["all-sum", "--size", "0"], "--size is 0"),
+        (["round", "--budget", "1-999999999"], "--budget holds 1-999999999; expected up to 4096"),
+        (["round", "--context", "99999999999"], "--context holds 99999999999; expected 1 to"),
+        (["round", "--rounds", "99999999"], "--rounds is 99999999; expected 1 to 10000"),
         (["startup", "--prompt", "0"], "--prompt is 0"),
         (["startup", "--budget", "512"], "--budget is 512"),
         (["unknown"], "unknown"),

@@ -446,6 +446,8 @@ def test_append_equals_the_reference(h, with_path):
         ((1, 3, 2), 20, False),
         ((1, 5, 15), 15, True),
         ((1, 4, 31), 31, False),
+        # More picks than there are prefixes, and than the table has numbers.
+        ((1, 1, 8), 60, False),
     ],
 )
 def test_the_grown_tree_equals_the_reference(shape, budget, chain_seed):

@@ -43,10 +43,13 @@ def argv(tmp_path_factory):
 
 @pytest.fixture
 def together():
-    """together(argv, count): starts so many processes of the command; none of them outlives us."""
+    """together(argv): starts two processes of the command; none of them outlives us.
+
+    `last`: more flags of the second.
+    """
     started = []
 
-    def start(argv, count=2):
+    def start(argv, count=2, last=()):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -55,7 +58,7 @@ def together():
             command = [sys.executable, str(ROOT / "scripts/bench.py"), *argv, *flags]
             started.append(
                 subprocess.Popen(
-                    [*command, "--process-id", str(rank)],
+                    [*command, "--process-id", str(rank), *(last if rank else ())],
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     text=True,
@@ -92,8 +95,29 @@ def test_two_processes_give_the_table_of_one(argv, together, tmp_path, capsys):
     assert json.loads((tmp_path / "two").read_text())["processes"] == 2
     assert counted(tmp_path / "two") == counted(tmp_path / "one")
     assert counted(tmp_path / "one")["one"]["prompts"] == 4
-    for line, same in zip(table.splitlines()[1:], out.splitlines()[1:], strict=True):
+    rows = [[line for line in each.splitlines() if "│" in line] for each in (table, out)]
+    assert len(rows[0]) == 2
+    for line, same in zip(*rows, strict=True):
         assert line.split("│")[:5] == same.split("│")[:5]  # set, prompts, tokens, tau
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        (["--max-new-tokens", "11"], "max_new_tokens: 12 in process 0, 11 in process 1"),
+        (["--limit", "1"], "limit: None in process 0, 1 in process 1"),
+        (["--processes", "3"], "processes: 2 in process 0, 3 in process 1"),
+    ],
+)
+def test_processes_that_are_asked_for_other_things(argv, together, tmp_path, flags, name):
+    """Each says so and none gives a result."""
+    running = together([*argv, "--json", str(tmp_path / "none")], last=flags)
+    for process in running:
+        out, err = process.communicate(timeout=240)
+        assert (process.returncode, out) == (1, "")
+        assert f"error: the processes differ in {name}; expected the same\n" in err
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.exhaustive
@@ -141,17 +165,28 @@ def test_places_that_a_cluster_gives(monkeypatch):
         monkeypatch.setenv(f"SLURM_{name}", str(value))
     assert place() == Place(3, 4, devices=(2, 3))
     assert place("--processes", "1") is None
-    flags = ["--coordinator", "n1:7000", "--processes", "2", "--process-id", "1"]
-    assert place(*flags) == Place(1, 2, "n1:7000")
+    flags = ["--coordinator", "localhost:7000", "--processes", "2", "--process-id", "1"]
+    assert place(*flags) == Place(1, 2, "localhost:7000")
 
 
 @pytest.mark.parametrize(
     ("flags", "word"),
     [
         (["--processes", "2"], "--coordinator, --processes and --process-id go together"),
-        (["--coordinator", "a:1", "--processes", "0", "--process-id", "0"], "--processes is 0"),
-        (["--coordinator", "a:1", "--processes", "2", "--process-id", "2"], "expected 0 to 1"),
+        (
+            ["--coordinator", "localhost:1", "--processes", "0", "--process-id", "0"],
+            "--processes is 0",
+        ),
+        (
+            ["--coordinator", "localhost:1", "--processes", "2", "--process-id", "2"],
+            "expected 0 to 1",
+        ),
         (["--coordinator", "a", "--processes", "2", "--process-id", "0"], "HOST:PORT"),
+        (["--coordinator", "a:0", "--processes", "2", "--process-id", "0"], "from 1 to 65535"),
+        (["--coordinator", "a:99999", "--processes", "2", "--process-id", "0"], "from 1 to 65535"),
+        (["--coordinator", "..:1", "--processes", "2", "--process-id", "0"], "host that is known"),
+        (["--json", ""], "--json is empty"),
+        (["--eval", ""], "--eval is empty"),
         (["--heartbeat", "31"], "--heartbeat is 31; expected 1 to 30"),
         (["--tp", "0"], "--tp is 0"),
         (["--batch-size", "0"], "--batch-size is 0"),

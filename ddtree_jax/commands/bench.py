@@ -22,10 +22,9 @@ from ddtree_jax.commands import (
     shell,
 )
 from ddtree_jax.commands.prompts import Conversation
-from ddtree_jax.commands.sets import answer_all
+from ddtree_jax.commands.sets import answer_all, evaluation
 from ddtree_jax.engine import Generation, Options
 from ddtree_jax.errors import InputError
-from ddtree_jax.training import prompts
 
 
 def _parser() -> shell.Parser:
@@ -111,7 +110,10 @@ def _checked(args) -> tuple[list[int], list[int], list[bool]]:
         if value is not None and value < 1:
             flag = name.replace("_", "-")
             raise InputError(f"--{flag} is {value}; expected at least 1")
-    return budgets, _numbers("--seeds", args.seeds, "0,1,2"), [noise == "on" for noise in noises]
+    seeds = _numbers("--seeds", args.seeds, "0,1,2")
+    if not all(0 <= seed < 2**32 for seed in seeds):
+        raise InputError(f"--seeds is {args.seeds!r}; expected numbers from 0 to 2^32 - 1")
+    return budgets, seeds, [noise == "on" for noise in noises]
 
 
 def _plan(args) -> list[tuple[str, list[Options]]]:
@@ -140,13 +142,12 @@ def _plan(args) -> list[tuple[str, list[Options]]]:
 def _acceptance(args) -> int:
     if args.plot == "-":
         raise InputError("--plot is '-'; expected a file to write")
-    for path in (args.json, args.plot):
-        if path:
-            shell.check_writable(path)
+    shell.check_writable(args.json)
+    shell.check_writable(args.plot, "--plot")
     if (args.target is None) != (args.draft is None):
         raise InputError("--target and --draft go together")
     plan = _plan(args)
-    sets = prompts.load_evaluation(args.eval) if args.eval else prompts.evaluation_sets()
+    sets = evaluation(args.eval)
     console = shell.console(stderr=True)
     engine = api.load(
         args.target or api.BUNDLED,
@@ -223,7 +224,13 @@ def _acceptance(args) -> int:
         result = {
             "schema": 1,
             "device": jax.devices()[0].device_kind,
+            "target": str(args.target or api.BUNDLED),
+            "draft": str(args.draft or api.BUNDLED),
             "dtype": args.dtype,
+            "batch_size": args.batch_size,
+            "data": args.data,
+            "tp": args.tp,
+            "limit": args.limit,
             "max_new_tokens": args.max_new_tokens,
             "temperature": args.temperature,
             "seeds": [options.seed for options in plan[-1][1]],

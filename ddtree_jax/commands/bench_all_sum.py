@@ -112,8 +112,9 @@ def off(first: jax.Array, last: jax.Array, x: jax.Array, shards: int) -> dict[st
 
 
 def run(args) -> int:
-    if args.json:
-        shell.check_writable(args.json)
+    shell.check_writable(args.json)
+    if not 1 <= args.size <= 2**20:
+        raise InputError(f"--size is {args.size}; expected 1 to 2^20 numbers")
     counts = number_list("--rows", args.rows)
     if args.tp < 2:
         raise InputError(f"--tp is {args.tp}; expected at least 2 devices to sum over")

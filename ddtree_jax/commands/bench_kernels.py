@@ -275,8 +275,7 @@ def row(case: Case, nodes: int, programs: Sequence[Callable[..., jax.Array]]) ->
 
 
 def run(args) -> int:
-    if args.json:
-        shell.check_writable(args.json)
+    shell.check_writable(args.json)
     counts = number_list("--nodes", args.nodes)
     if max(counts) > 512:
         raise InputError(f"--nodes holds {max(counts)}; expected at most 512")

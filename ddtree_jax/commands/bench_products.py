@@ -115,8 +115,7 @@ def xla_time(product: Product, x_mk: jax.Array, weights: list[jax.Array]) -> flo
 
 
 def run(args) -> int:
-    if args.json:
-        shell.check_writable(args.json)
+    shell.check_writable(args.json)
     if reason := unavailable_reason():
         raise InputError(f"bench.py products needs the kernels: {reason}")
     counts = number_list("--rows", args.rows)

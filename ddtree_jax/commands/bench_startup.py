@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +54,14 @@ def _start(request: dict[str, Any], cache: str) -> dict[str, Any]:
     )
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise RunError(f"the started process failed: {lines[-1]}")
+        if done.returncode == shell.BAD_INPUT:
+            raise InputError(lines[-1].removeprefix("error: "))
+        raise RunError(f"the started process failed: {lines[-1].removeprefix('error: ')}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def run(args) -> int:
-    if args.json:
-        shell.check_writable(args.json)
+    shell.check_writable(args.json)
     if args.prompt < 1:
         raise InputError(f"--prompt is {args.prompt}; expected at least 1")
     if not 1 <= args.budget <= 511:
@@ -102,7 +104,7 @@ def run(args) -> int:
         out = shell.console()
         out.print(table)
         out.print(
-            "Programs: until each was ready, all compiling at once. First token and round: from "
+            "Programs: until each was ready, from the same moment on. First token and round: from "
             "the start of the process, without the weights."
         )
     if args.json:
@@ -111,7 +113,7 @@ def run(args) -> int:
     return shell.OK
 
 
-def _main() -> None:
+def _main(_: Sequence[str]) -> int:
     import jax
     import numpy as np
 
@@ -147,7 +149,7 @@ def _main() -> None:
         program.add_done_callback(functools.partial(note, key[0]))
     prompt = np.random.default_rng(0).integers(target.vocab_size, size=request["prompt"])
     stamps = []
-    for _ in engine.run([prompt.tolist()], options):
+    for _event in engine.run([prompt.tolist()], options):
         stamps.append(begin_s + time.time() - began)
         if len(stamps) == 2:
             break
@@ -161,7 +163,8 @@ def _main() -> None:
         "first_round_s": stamps[1],
     }
     print(json.dumps(result))
+    return shell.OK
 
 
 if __name__ == "__main__":
-    _main()
+    sys.exit(shell.run(_main, []))

@@ -12,10 +12,9 @@ from rich.table import Table
 from ddtree_jax import api
 from ddtree_jax.commands import processes, shell
 from ddtree_jax.commands.prompts import Conversation
-from ddtree_jax.commands.sets import answer_all
-from ddtree_jax.engine import ATTENTION, MODES, Engine, Options, bucket
+from ddtree_jax.commands.sets import answer_all, evaluation
+from ddtree_jax.engine import ATTENTION, MODES, Engine, Options, bucket, default_budget
 from ddtree_jax.errors import InputError
-from ddtree_jax.training import prompts
 
 
 def add_parser(commands) -> None:
@@ -41,8 +40,7 @@ def add_parser(commands) -> None:
 
 
 def run(args, argv: Sequence[str]) -> int:
-    if args.json:
-        shell.check_writable(args.json)
+    shell.check_writable(args.json)
     if args.draft is not None and args.target is None:
         raise InputError("--draft needs --target: a drafter works only with its own target")
     if args.target is not None and args.draft is None and args.mode != "ar":
@@ -60,16 +58,16 @@ def run(args, argv: Sequence[str]) -> int:
         stop_ids=() if args.ignore_eos else None,
     )
     where = processes.place(args, args.data * args.tp)
-    sets = prompts.load_evaluation(args.eval) if args.eval else prompts.evaluation_sets()
+    sets = evaluation(args.eval)
     sets = {name: turns[: args.limit] for name, turns in sets.items()}
     if where is None:
-        return _report(args, options, None, *_decode(args, options, sets, None))
+        return _report(args, None, *_decode(args, options, sets, None))
     if not args.worker:
         return processes.supervise(argv, where)
     with processes.failing_at_once():
         processes.join(where, args.heartbeat)
         results = _decode(args, options, sets, where)
-        return _report(args, options, where, *results) if where.rank == 0 else shell.OK
+        return _report(args, where, *results) if where.rank == 0 else shell.OK
 
 
 def _slots(engine: Engine, conversations: Sequence[Conversation], options: Options) -> int:
@@ -103,6 +101,10 @@ def _decode(
     for event, _ in engine.run([first], options, min_slots=slots):
         if not event.from_prefill:
             break
+    # What a process of other models or options answers would be counted, too.
+    models = _digest([repr(engine.target), repr(engine.drafter)])
+    settings = _settings(args, engine) | {"processes": count, "models": models}
+    processes.agree(where, settings | {"prompts": _digest(sets)})
     processes.meet(where, "ready")
     mine: dict[str, Any] = {}
     for name, conversations in everyone.items():
@@ -120,6 +122,16 @@ def _decode(
             "sha256": [_digest(text) for text in texts],
         }
     return engine, processes.gather(where, mine)
+
+
+def _settings(args, engine: Engine) -> dict[str, Any]:
+    """What a run is, the models apart."""
+    tree_budget = None
+    if args.mode == "ddtree":
+        tree_budget = default_budget() if args.tree_budget is None else args.tree_budget
+    same = ("limit", "max_new_tokens", "temperature", "seed", "ignore_eos", "dtype", "data", "tp")
+    settings = {"mode": args.mode, "tree_budget": tree_budget, "batch_size": engine.batch_size}
+    return settings | {name: getattr(args, name) for name in same}
 
 
 def _digest(value: Any) -> str:
@@ -148,16 +160,16 @@ def _merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _report(
-    args, options: Options, where: processes.Place | None, engine: Engine, parts: list
-) -> int:
+def _report(args, where: processes.Place | None, engine: Engine, parts: list) -> int:
     count = 1 if where is None else where.count
     sets = {name: _merged([part[name] for part in parts]) for name in parts[0]}
     device = jax.local_devices()[0].device_kind
-    label = args.mode + (f" {options.tree_budget}" if options.tree_budget else "")
+    settings = _settings(args, engine)
+    label = args.mode + (f" {settings['tree_budget']}" if args.mode == "ddtree" else "")
+    each = f" in each of {count} processes" if count > 1 else ""
     table = Table(
-        title=f"{label}, {args.dtype}, {count} x {args.data} x {args.tp} {device}, "
-        f"attention: {engine.attention}",
+        title=f"{label}, {args.dtype}, {args.data * args.tp} x {device}{each}, data {args.data}, "
+        f"tp {args.tp}, attention: {engine.attention}",
         title_justify="left",
     )
     for column in ("set", "prompts", "tokens", "tau", "tokens/s"):
@@ -171,18 +183,12 @@ def _report(
     if args.json:
         result = {
             "schema": 1,
-            "mode": args.mode,
-            "tree_budget": options.tree_budget,
-            "dtype": args.dtype,
-            "max_new_tokens": args.max_new_tokens,
-            "temperature": args.temperature,
-            "seed": args.seed,
+            **settings,
+            "target": str(args.target or api.BUNDLED),
+            "draft": str((args.draft if args.target else api.BUNDLED) or "none"),
             "attention": engine.attention,
             "device": device,
             "processes": count,
-            "data": args.data,
-            "tp": args.tp,
-            "batch_size": engine.batch_size,
             "sets": sets,
         }
         shell.write_json(args.json, result)

@@ -443,8 +443,7 @@ def command(argv: Sequence[str]) -> int:
         raise InputError("--revision needs --target: the bundled pair has no revisions")
     if args.draft is not None and args.target is None:
         raise InputError("--draft needs --target: a drafter works only with its own target")
-    if args.json is not None:
-        shell.check_writable(args.json)
+    shell.check_writable(args.json)
     options = Options(
         mode=args.mode,
         tree_budget=_budget(args.tree_budget),

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -85,8 +86,17 @@ def place(args, devices: int) -> Place | None:
     if not 0 <= args.process_id < args.processes:
         last = args.processes - 1
         raise InputError(f"--process-id is {args.process_id}; expected 0 to {last}")
-    if not re.fullmatch(r".+:\d+", args.coordinator):
-        raise InputError(f"--coordinator is {args.coordinator!r}; expected HOST:PORT")
+    host, _, port = args.coordinator.rpartition(":")
+    if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+        raise InputError(
+            f"--coordinator is {args.coordinator!r}; expected HOST:PORT, a port from 1 to 65535"
+        )
+    try:
+        socket.getaddrinfo(host.strip("[]"), int(port))
+    except (OSError, UnicodeError) as error:
+        raise InputError(
+            f"--coordinator is {args.coordinator!r}; expected a host that is known here ({error})"
+        ) from None
     return Place(args.process_id, args.processes, args.coordinator)
 
 
@@ -215,6 +225,28 @@ def meet(where: Place | None, name: str) -> None:
     except jax.errors.JaxRuntimeError:
         time.sleep(_END_S)  # in which the runtime says who was lost, and ends this process
         raise
+
+
+def agree(where: Place | None, asked: dict[str, Any]) -> None:
+    """Ends every process if one was asked for something else (values of JSON's kinds).
+
+    Raises:
+      RunError: names what differs, and where.
+    """
+    if where is None:
+        return
+    client = _client()
+    client.key_value_set(f"asked/{where.rank:06}", json.dumps(asked))
+    meet(where, "asked")
+    everyone = [json.loads(text) for _, text in sorted(client.key_value_dir_get("asked/"))]
+    for rank, other in enumerate(everyone):
+        for name, value in everyone[0].items():
+            if other[name] != value:
+                jax.distributed.shutdown()  # together: none is the lost process of another
+                raise RunError(
+                    f"the processes differ in {name}: {value} in process 0, {other[name]} in "
+                    f"process {rank}; expected the same"
+                )
 
 
 def gather(where: Place | None, value: Any) -> list[Any]:

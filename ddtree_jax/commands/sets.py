@@ -1,9 +1,18 @@
-"""Whole prompt sets through one engine."""
+"""Whole prompt sets: where they come from, and through one engine."""
 
 from collections.abc import Sequence
 
 from ddtree_jax.commands.prompts import Conversation
 from ddtree_jax.engine import Engine, Generation, Options
+from ddtree_jax.errors import InputError
+from ddtree_jax.training import prompts
+
+
+def evaluation(path: str | None) -> dict[str, list[list[str]]]:
+    """The conversations of each set: of a file of --eval, or else of the installed packages."""
+    if path == "":
+        raise InputError("--eval is empty; expected a file to read")
+    return prompts.evaluation_sets() if path is None else prompts.load_evaluation(path)
 
 
 def answer_all(

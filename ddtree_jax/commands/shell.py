@@ -65,13 +65,16 @@ def console(*, stderr: bool = False, quiet: bool = False) -> Console:
     return made if made.is_terminal else Console(stderr=stderr, quiet=quiet, width=120)
 
 
-def check_writable(path: str) -> None:
-    """Raises InputError if `path` ("-" is stdout) cannot be written, before any work is done."""
-    if path == "-":
+def check_writable(path: str | None, flag: str = "--json") -> None:
+    """Raises InputError if `path` cannot be written, before any work is done.
+
+    "-" is stdout, None is that nothing was asked for.
+    """
+    if path is None or path == "-":
         return
     target = Path(path).resolve()
     if not path:
-        raise InputError("--json is empty; expected a file to write, or -")
+        raise InputError(f"{flag} is empty; expected a file to write")
     if target.is_dir():
         raise InputError(f"{path}: is a folder; expected a file to write, or -")
     if target.exists():

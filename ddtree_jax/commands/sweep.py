@@ -8,6 +8,7 @@ from typing import Any
 from ddtree_jax.errors import InputError
 
 TILES = (8, 16, 64)  # nodes
+MOST = 4096  # numbers of a flag
 LIMIT = 0.15  # growth from one tree size to the next that is worth a word
 
 
@@ -24,7 +25,10 @@ def number_list(flag: str, text: str) -> list[int]:
             raise InputError(
                 f"{flag} holds {part.strip()}; expected at least 1, and a rising range"
             )
-        numbers += range(first, (last or first) + 1, step or 1)
+        some = range(first, (last or first) + 1, step or 1)
+        if len(some) > MOST:
+            raise InputError(f"{flag} holds {part.strip()}; expected up to {MOST} numbers")
+        numbers += some
     return list(dict.fromkeys(numbers))
 
 

@@ -399,8 +399,19 @@ def load_training(path: str | Path) -> list[str]:
 def load_evaluation(path: str | Path) -> dict[str, list[list[str]]]:
     """The sets of an `eval.jsonl`, as `evaluation_sets` gives them."""
     sets: dict[str, list[list[str]]] = {}
-    for row in _written_rows(Path(path), "set", "turns"):
-        sets.setdefault(row["set"], []).append(row["turns"])
+    rows = _written_rows(Path(path), "set", "turns")
+    for number, row in enumerate(rows, 1):
+        name, turns = row["set"], row["turns"]
+        if not isinstance(name, str) or not name:
+            raise InputError(f"{path}, line {number}: 'set' is {name!r}; expected a name")
+        texts = isinstance(turns, list) and all(isinstance(turn, str) for turn in turns)
+        if not texts or not turns or not all(turn.strip() for turn in turns):
+            raise InputError(
+                f"{path}, line {number}: 'turns' is {turns!r}; expected a list of non-empty texts"
+            )
+        sets.setdefault(name, []).append(turns)
+    if not sets:
+        raise InputError(f"{path}: is empty; expected at least one conversation")
     return sets
 
 
