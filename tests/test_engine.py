@@ -5,6 +5,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -407,6 +408,23 @@ def test_options_take_what_arrays_hold():
     assert mine == Options(
         "ddtree", 7, 9, 0.5, seed=3, stop_ids=(5, 6), logit_bias={3: 1.0}, stop=("a",)
     )
+
+
+def test_float32_products_on_a_gpu_are_not_tuned_through_triton(single, monkeypatch):
+    """That took most of the time to the first token there."""
+
+    class Program:
+        def lower(self, *shapes):
+            return self
+
+        def compile(self, options):
+            return options
+
+    assert single._build(Program()) == {}
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert single._build(Program()) == {"xla_gpu_enable_triton_gemm": False}
+    monkeypatch.setattr(single, "dtype", jnp.bfloat16)
+    assert single._build(Program()) == {}
 
 
 def test_a_minimum_beyond_every_length(single):
