@@ -28,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, memref, vector
 
-from kernels_pallas.rows import add_norm_unsupported, rms_norm, total
+from kernels_pallas.rows import add_norm_unsupported, rms_norm, row_sum_and_norm, total
 
 MAX_ROWS = 512
 THREADS = 128
@@ -281,17 +281,10 @@ def add_norm(
             lambda a, b: a + b, (parts_ref[part, row].astype(jnp.float32) for part in range(s))
         )
         # All reads before the wait.
-        x, weight = x_ref[row].astype(jnp.float32), weight_ref[...]
+        x, weight = x_ref[row], weight_ref[...]
         rows = exchange(mine.astype(jnp.bfloat16), addresses_ref)
         y = functools.reduce(lambda a, b: a + b, (each.astype(jnp.float32) for each in rows))
-        x = (x + y.astype(jnp.bfloat16).astype(jnp.float32)).astype(jnp.bfloat16)
-        o_ref[row] = x
-        wide = x.astype(jnp.float32)
-        scale = lax.rsqrt(jnp.sum(wide * wide) / d + eps)
-        if centred:
-            y_ref[row] = (wide * scale * (1.0 + weight.astype(jnp.float32))).astype(jnp.bfloat16)
-        else:
-            y_ref[row] = (wide * scale).astype(jnp.bfloat16) * weight
+        o_ref[row], y_ref[row] = row_sum_and_norm(x, y, weight, eps, centred)
 
     row = jax.ShapeDtypeStruct((m, d), jnp.bfloat16)
     return plgpu.kernel(

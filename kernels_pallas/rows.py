@@ -102,6 +102,17 @@ def head_rows_unsupported(h: int, dtype) -> str | None:
     return f"head size {h}; the kernel takes multiples of 128" if h % 128 else None
 
 
+def row_sum_and_norm(x, y, weight, eps: float, centred: bool) -> tuple[jax.Array, jax.Array]:
+    """Inside a kernel: bfloat16 x + y of one row, y rounded first, and its norm."""
+    y = y.astype(jnp.bfloat16).astype(jnp.float32)
+    x = (x.astype(jnp.float32) + y).astype(jnp.bfloat16)
+    wide = x.astype(jnp.float32)
+    scale = lax.rsqrt(jnp.sum(wide * wide) / x.shape[0] + eps)
+    if centred:
+        return x, (wide * scale * (1.0 + weight.astype(jnp.float32))).astype(jnp.bfloat16)
+    return x, (wide * scale).astype(jnp.bfloat16) * weight
+
+
 @functools.partial(jax.jit, static_argnames=("eps", "centred", "interpret"))
 def add_norm(
     x_md: jax.Array,
@@ -119,16 +130,9 @@ def add_norm(
         row = lax.axis_index("row")
         # All reads first, so that they are under way together.
         parts = [parts_ref[part, row].astype(jnp.float32) for part in range(s)]
-        x, weight = x_ref[row].astype(jnp.float32), weight_ref[...]
-        y = functools.reduce(lambda a, b: a + b, parts).astype(jnp.bfloat16)
-        x = (x + y.astype(jnp.float32)).astype(jnp.bfloat16)
-        o_ref[row] = x
-        wide = x.astype(jnp.float32)
-        scale = lax.rsqrt(jnp.sum(wide * wide) / d + eps)
-        if centred:
-            y_ref[row] = (wide * scale * (1.0 + weight.astype(jnp.float32))).astype(jnp.bfloat16)
-        else:
-            y_ref[row] = (wide * scale).astype(jnp.bfloat16) * weight
+        x, weight = x_ref[row], weight_ref[...]
+        y = functools.reduce(lambda a, b: a + b, parts)
+        o_ref[row], y_ref[row] = row_sum_and_norm(x, y, weight, eps, centred)
 
     row = jax.ShapeDtypeStruct((m, d), jnp.bfloat16)
     return plgpu.kernel(
