@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools
-import numbers
 import operator
 import threading
 import time
@@ -165,9 +164,12 @@ def _integer(name: str, value: Any) -> int:
 
 
 def _number(name: str, value: Any) -> float:
-    if not isinstance(value, numbers.Real):
-        raise InputError(f"{name} is {value!r}; expected a number")
-    return float(value)
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise InputError(f"{name} is {value!r}; expected a number") from None
 
 
 def _several(name: str, value: Any) -> tuple:

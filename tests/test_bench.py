@@ -299,6 +299,7 @@ def test_acceptance_by_depth():
         (["acceptance", "--seeds", "0,-1"], "--seeds is '0,-1'; expected numbers from 0"),
         (["all-sum", "--size", "0"], "--size is 0"),
         (["round", "--budget", "1-999999999"], "--budget holds 1-999999999; expected up to 4096"),
+        (["round", "--budget", "1-99999999999999999999"], "expected numbers as in 15,63"),
         (["round", "--context", "99999999999"], "--context holds 99999999999; expected 1 to"),
         (["round", "--rounds", "99999999"], "--rounds is 99999999; expected 1 to 10000"),
         (["startup", "--prompt", "0"], "--prompt is 0"),

@@ -425,6 +425,18 @@ def test_samples_are_shown_in_order(capsys, ids, monkeypatch):
     headers = [line for line in out.splitlines() if line.startswith("---")]
     assert headers == [f"--- prompt {p}, sample {s}" for p in range(2) for s in range(2)]
 
+    def interrupted(*given, **named):
+        for event, result in other_way_round(*given, **named):
+            if (event.index, event.sample, event.done) == (0, 1, True):
+                raise KeyboardInterrupt
+            yield event, result
+
+    monkeypatch.setattr(Engine, "run", interrupted)
+    code, out, _ = run(capsys, *argv)
+    assert code == 130
+    headers = [line for line in out.splitlines() if line.startswith("---")]
+    assert headers == [f"--- prompt 1, sample {s}" for s in range(2)]
+
 
 # Text.
 

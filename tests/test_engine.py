@@ -377,6 +377,8 @@ def test_requests_that_are_refused(single, prompts, changes, problem):
         ({"stop_ids": (1.5,)}, "stop id is 1.5; expected an integer"),
         ({"logit_bias": None}, "logit_bias is None; expected numbers by token id"),
         ({"logit_bias": {3: "x"}}, "logit_bias of token 3 is 'x'; expected a number"),
+        ({"temperature": "0.5"}, "temperature is '0.5'; expected a number"),
+        ({"top_p": 10**400}, "top_p is 1000.*; expected a number"),
         ({"logit_bias": {"x": 3.0}}, "token of logit_bias is 'x'; expected an integer"),
         ({"tree_budget": "x"}, "tree budget is 'x'; expected an integer"),
         *(
@@ -400,13 +402,14 @@ def test_options_take_what_arrays_hold():
         *("ddtree", np.int32(7), np.int64(9)),
         temperature=np.float32(0.5),
         seed=np.uint32(3),
+        top_p=np.array(0.5),
         stop_ids=stops,
         logit_bias={np.int64(3): np.float32(1)},
         stop=["a"],
     )
     stops.clear()
     assert mine == Options(
-        "ddtree", 7, 9, 0.5, seed=3, stop_ids=(5, 6), logit_bias={3: 1.0}, stop=("a",)
+        "ddtree", 7, 9, 0.5, seed=3, top_p=0.5, stop_ids=(5, 6), logit_bias={3: 1.0}, stop=("a",)
     )
 
 

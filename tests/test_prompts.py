@@ -167,19 +167,19 @@ def test_loading_names_the_file_and_line(tmp_path):
     ("line", "problem"),
     [
         ("", "is empty; expected at least one conversation"),
-        ('{"set": "a"}', "line 2: expected an object with set, turns"),
-        ('{"set": "a", "turns": []}', r"line 2: 'turns' is \[\]; expected a list"),
-        ('{"set": "a", "turns": "abc"}', "line 2: 'turns' is 'abc'"),
-        ('{"set": "a", "turns": [1]}', "line 2: 'turns' is .1."),
-        ('{"set": "a", "turns": [" "]}', "line 2: 'turns' is .' '.; expected .* non-empty"),
-        ('{"set": [1], "turns": ["x"]}', "line 2: 'set' is .1.; expected a name"),
+        ('{"set": "a"}', "line 3: expected an object with set, turns"),
+        ('{"set": "a", "turns": []}', r"line 3: 'turns' is \[\]; expected a list"),
+        ('{"set": "a", "turns": "abc"}', "line 3: 'turns' is 'abc'"),
+        ('{"set": "a", "turns": [1]}', "line 3: 'turns' is .1."),
+        ('{"set": "a", "turns": [" "]}', "line 3: 'turns' is .' '.; expected .* non-empty"),
+        ('{"set": [1], "turns": ["x"]}', "line 3: 'set' is .1.; expected a name"),
         ("{", "write it with"),
     ],
 )
 def test_evaluation_files_that_are_refused(tmp_path, line, problem):
     path = tmp_path / "eval.jsonl"
     good = '{"set": "a", "turns": ["x"]}\n'
-    path.write_text(good + line if line else "")
+    path.write_text(good + "\n" + line if line else "")
     with pytest.raises(InputError, match=rf"eval\.jsonl.*{problem}"):
         prompts.load_evaluation(path)
 

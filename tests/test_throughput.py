@@ -8,13 +8,16 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax.numpy as jnp
 import pytest
 from pairs import ORACLE
 from test_decode_command import write_tokenizer
 
 from ddtree_jax.commands import processes
 from ddtree_jax.commands.bench import main
+from ddtree_jax.commands.bench_throughput import _models
 from ddtree_jax.commands.processes import Place, problem_of
 
 ROOT = Path(__file__).parents[1]
@@ -120,6 +123,18 @@ def test_processes_that_are_asked_for_other_things(argv, together, tmp_path, fla
     assert not (tmp_path / "none").exists()
 
 
+def test_models_of_one_configuration_are_told_apart():
+    """By their norms: a fine-tuned model has others."""
+
+    def models(weight):
+        leaves = [jnp.ones((2, 2)), jnp.asarray([1.0, weight], jnp.bfloat16)]
+        done = SimpleNamespace(result=lambda: leaves)
+        names = ["target.head", "target.norm"]
+        return _models(SimpleNamespace(target="t", drafter="d", _leaf_names=names, _leaves=done))
+
+    assert models(1.0) == models(1.0) != models(1.25)
+
+
 @pytest.mark.exhaustive
 def test_a_lost_process_is_named(argv, together, tmp_path):
     running = together([*argv, "--max-new-tokens", "400", "--json", str(tmp_path / "none")])
@@ -184,7 +199,7 @@ def test_places_that_a_cluster_gives(monkeypatch):
         (["--coordinator", "a", "--processes", "2", "--process-id", "0"], "HOST:PORT"),
         (["--coordinator", "a:0", "--processes", "2", "--process-id", "0"], "from 1 to 65535"),
         (["--coordinator", "a:99999", "--processes", "2", "--process-id", "0"], "from 1 to 65535"),
-        (["--coordinator", "..:1", "--processes", "2", "--process-id", "0"], "host that is known"),
+        (["--coordinator", "a:" + "9" * 5000, "--processes", "2", "--process-id", "0"], "65535"),
         (["--json", ""], "--json is empty"),
         (["--eval", ""], "--eval is empty"),
         (["--heartbeat", "31"], "--heartbeat is 31; expected 1 to 30"),

@@ -37,7 +37,7 @@ def add_parser(commands) -> None:
     add("--debug", action="store_true")
 
 
-def _start(request: dict[str, Any], cache: str) -> dict[str, Any]:
+def _start(request: dict[str, Any], cache: str, debug: bool) -> dict[str, Any]:
     """One process; nothing that the user keeps compiled takes part."""
     environment = {
         name: value
@@ -45,7 +45,7 @@ def _start(request: dict[str, Any], cache: str) -> dict[str, Any]:
         if not name.startswith(("JAX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE"))
     }
     done = subprocess.run(
-        [sys.executable, "-m", __name__],
+        [sys.executable, "-m", __name__, *(["--debug"] if debug else [])],
         input=json.dumps(request | {"started": time.time()}),
         env=environment | {"DDTREE_JAX_CACHE": cache},
         capture_output=True,
@@ -53,10 +53,13 @@ def _start(request: dict[str, Any], cache: str) -> dict[str, Any]:
         check=False,
     )
     if done.returncode:
+        if debug:
+            print(done.stderr, end="", file=sys.stderr)
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        said = lines[-1].removeprefix("error: ")
         if done.returncode == shell.BAD_INPUT:
-            raise InputError(lines[-1].removeprefix("error: "))
-        raise RunError(f"the started process failed: {lines[-1].removeprefix('error: ')}")
+            raise InputError(said)
+        raise RunError(f"the started process failed: {said}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -76,7 +79,7 @@ def run(args) -> int:
     with tempfile.TemporaryDirectory() as cache:
         for label in ("cold", "warm"):
             with console.status(f"A {label} process"):
-                row = {"label": label} | _start(request, cache)
+                row = {"label": label} | _start(request, cache, args.debug)
             files = [path for path in Path(cache).rglob("*") if path.is_file()]
             rows.append(row | {"cache_bytes": sum(path.stat().st_size for path in files)})
     device, attention = rows[0].pop("device"), rows[0].pop("attention")
@@ -167,4 +170,4 @@ def _main(_: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(shell.run(_main, []))
+    sys.exit(shell.run(_main, sys.argv[1:]))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from rich.table import Table
 
 from ddtree_jax import api
@@ -102,9 +103,9 @@ def _decode(
         if not event.from_prefill:
             break
     # What a process of other models or options answers would be counted, too.
-    models = _digest([repr(engine.target), repr(engine.drafter)])
-    settings = _settings(args, engine) | {"processes": count, "models": models}
-    processes.agree(where, settings | {"prompts": _digest(sets)})
+    asked = _settings(args, engine) | {"attention": engine.attention, "processes": count}
+    if where is not None:
+        processes.agree(where, asked | {"models": _models(engine), "prompts": _digest(sets)})
     processes.meet(where, "ready")
     mine: dict[str, Any] = {}
     for name, conversations in everyone.items():
@@ -132,6 +133,18 @@ def _settings(args, engine: Engine) -> dict[str, Any]:
     same = ("limit", "max_new_tokens", "temperature", "seed", "ignore_eos", "dtype", "data", "tp")
     settings = {"mode": args.mode, "tree_budget": tree_budget, "batch_size": engine.batch_size}
     return settings | {name: getattr(args, name) for name in same}
+
+
+def _models(engine: Engine) -> str:
+    """Tells models apart by their configurations and their vectors, those of the norms above all.
+
+    Training moves them, and they are few, where the whole of the weights would take a while.
+    """
+    found = hashlib.sha256(repr((engine.target, engine.drafter)).encode())
+    for name, leaf in zip(engine._leaf_names, engine._leaves.result(), strict=True):
+        if leaf.ndim == 1:
+            found.update(name.encode() + np.asarray(leaf).tobytes())
+    return found.hexdigest()
 
 
 def _digest(value: Any) -> str:

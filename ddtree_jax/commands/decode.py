@@ -298,18 +298,23 @@ class _Session:
                     done.add((event.index, event.sample))
                     # In order, whichever ends first: that depends on what was accepted.
                     while show and not streaming and in_order[:1] and in_order[0] in done:
-                        run = runs[in_order.pop(0)]
-                        self._header(run)
-                        shown = run.generation.text if tokenizer else run.generation.output_ids
-                        self._show(f"{shown}\n")
+                        self._show_whole(runs[in_order.pop(0)])
         finally:
             waiting.stop()
+            for place in in_order if show and not streaming else ():
+                if place in done:  # behind one that was interrupted
+                    self._show_whole(runs[place])
             for run in runs.values():
                 self.engine.with_text(run.generation)
                 self.seconds[run.group] = self.seconds.get(run.group, 0.0)
             if runs:
                 self.seconds[next(iter(runs.values())).group] += time.perf_counter() - began
         return [runs[place] for place in sorted(runs)]
+
+    def _show_whole(self, run: Run) -> None:
+        self._header(run)
+        generation = run.generation
+        self._show(f"{generation.text if self.engine.tokenizer else generation.output_ids}\n")
 
     def _show(self, piece: str) -> None:
         """Prints at once. When the reader has gone, decoding goes on only for --json."""

@@ -16,7 +16,9 @@ def number_list(flag: str, text: str) -> list[int]:
     """The numbers of a flag: 15, or 15,63, or 1-127 (in steps: 1-128:8), in any mixture."""
     numbers: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part.strip(), flags=re.ASCII)
+        number = r"(\d{1,18})"
+        pattern = rf"{number}(?:-{number}(?::{number})?)?"
+        match = re.fullmatch(pattern, part.strip(), flags=re.ASCII)
         if match is None:
             raise InputError(f"{flag} is {text!r}; expected numbers as in 15,63 or 1-128:8")
         first, last, step = (None if x is None else int(x) for x in match.groups())
@@ -25,7 +27,7 @@ def number_list(flag: str, text: str) -> list[int]:
             raise InputError(
                 f"{flag} holds {part.strip()}; expected at least 1, and a rising range"
             )
-        some = range(first, (last or first) + 1, step or 1)
+        some = range(first, (last or first) + 1, step or 1)  # of at most 18 digits, for len
         if len(some) > MOST:
             raise InputError(f"{flag} holds {part.strip()}; expected up to {MOST} numbers")
         numbers += some

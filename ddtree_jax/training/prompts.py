@@ -393,14 +393,13 @@ def _write_jsonl(path: Path, rows: Iterable[dict]) -> None:
 
 def load_training(path: str | Path) -> list[str]:
     """The prompts of a `train.jsonl`."""
-    return [row["prompt"] for row in _written_rows(Path(path), "prompt")]
+    return [row["prompt"] for _, row in _written_rows(Path(path), "prompt")]
 
 
 def load_evaluation(path: str | Path) -> dict[str, list[list[str]]]:
     """The sets of an `eval.jsonl`, as `evaluation_sets` gives them."""
     sets: dict[str, list[list[str]]] = {}
-    rows = _written_rows(Path(path), "set", "turns")
-    for number, row in enumerate(rows, 1):
+    for number, row in _written_rows(Path(path), "set", "turns"):
         name, turns = row["set"], row["turns"]
         if not isinstance(name, str) or not name:
             raise InputError(f"{path}, line {number}: 'set' is {name!r}; expected a name")
@@ -415,13 +414,15 @@ def load_evaluation(path: str | Path) -> dict[str, list[list[str]]]:
     return sets
 
 
-def _written_rows(path: Path, *keys: str) -> list[dict]:
+def _written_rows(path: Path, *keys: str) -> list[tuple[int, dict]]:
+    """The objects of a file of JSON lines, and their lines' numbers."""
     try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+        lines = enumerate(path.read_text(encoding="utf-8").split("\n"), 1)
+        rows = [(number, json.loads(line)) for number, line in lines if line]
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise InputError(f"{path}: {reason}; write it with ddtree_jax.training.prompts") from error
-    for number, row in enumerate(rows, 1):
+    for number, row in rows:
         if not isinstance(row, dict) or any(key not in row for key in keys):
             raise InputError(f"{path}, line {number}: expected an object with {', '.join(keys)}")
     return rows
