@@ -109,7 +109,9 @@ class Kernels:
         arguments = (qkv_bmch, k_bksh, v_bksh, mask_bnm, lower_bn, length_b)
         if self.mosaic and tree_attention_mosaic.unsupported_reason(*arguments[:2]) is None:
             # The kernel begins at the least of `lower_bn`: a window needs nothing more.
-            return tree_attention_mosaic.tree_attention(*arguments, interpret=self.interpret)
+            return tree_attention_mosaic.tree_attention(
+                *arguments, bounded=window is not None, interpret=self.interpret
+            )
         return tree_attention.tree_attention(*arguments, window=window)
 
     def append(

@@ -47,7 +47,8 @@ def tree_attention(
         rows ask.
       k_bksh, v_bksh: the cache: s slots, of which [0, length_b) are committed.
       mask_bnm: whether query row n sees row m.
-      lower_bn: the first cache slot that query row n sees (sliding windows; else 0).
+      lower_bn: the first cache slot that query row n sees. Without a window 0: kernels do not read
+        it then.
       length_b: committed slots of each batch row.
       window: no query sees slots before length_b - window (static); less is read then.
 

@@ -3,13 +3,21 @@
 Algorithm. Each KV head has n nodes x g query heads, in tiles of 64 rows: the group is padded to a
 power of two, and a tile holds all heads of 64 / group nodes, head-major, so that each head's part
 is one box of a tensor copy. Keys come in tiles too: those of the committed prefix, then those of
-the rows beside it. The tiles of both are divided evenly over the splits (on the device, from the
-row's length: no length recompiles anything). A block runs online softmax over its share, and a
-second kernel combines the partial results.
+the rows beside it. The splits take the tiles of both in turn (on the device, from the row's length:
+no length recompiles anything). A block runs online softmax over its share, and a second kernel
+combines the partial results.
 
 A block has one warpgroup that only issues copies of K and V tiles into a ring, and one or two that
 compute, 64 rows each, on every tile. Prefix tiles that all rows see whole need no mask; those at
 the row's length or at a window's edge compare slots; tiles of the rows beside test bit words.
+
+What a block copies first it asks for before it has read a length. Without bounds from below its
+first tile of the prefix is known; one past the row's length is masked whole. And where the rows
+beside are one tile of 64 and there is shared memory for it, it has buffers of its own: in the ring
+it would take its turn on the memory, however small it is.
+
+Over long prefixes with two computing warpgroups products are what takes the time: one multiplies
+while the other one is at its softmax (as FlashAttention-3, arXiv 2407.08608, section 3.1).
 
 Layout of the partial results: [splits, z, rows, h], z = batch * KV heads, rows in the order of the
 tiles; the maximum in log2 units.
@@ -39,6 +47,8 @@ LOWEST = -1e30  # the initial maximum
 LOG2_E = math.log2(math.e)
 LONG = 4096  # cache slots from which wider key tiles pay
 PART = 64  # columns that are stored at a time
+SMALL = 8 * 1024  # bytes of shared memory for statistics, barriers and alignment
+ASIDE = 64  # rows beside the prefix for which there may be buffers of their own
 
 
 def unsupported_reason(
@@ -72,10 +82,8 @@ def _partial(
     k_cache,
     v_cache,
     words,
-    lower,
-    lowest,
-    highest,
     length,
+    bounds,
     *,
     n: int,
     keys: int,
@@ -89,51 +97,92 @@ def _partial(
       qkv: bfloat16 [b, m, k * (g + 2) * h]; the last n rows ask.
       k_cache, v_cache: bfloat16 [b, k, slots, h].
       words: int32 [b, m / 32, rows], bit j % 32 of word j // 32: whether a row sees row j beside.
-      lower: int32 [b, rows], the first slot that each row sees.
-      lowest, highest: int32 [b], the least and the greatest of `lower`.
       length: int32 [b].
+      bounds: none where each row sees the prefix from slot 0 on; else
+        lower, int32 [b, rows], the first slot that each row sees, and
+        lowest and highest, int32 [b], the least and the greatest of them.
     """
     b, kv_heads, _, h = k_cache.shape
     m, columns = qkv.shape[1:]
     g = columns // (kv_heads * h) - 2
-    nodes, z, rows = _tile_nodes(g), b * kv_heads, lower.shape[-1]
+    nodes, z, rows = _tile_nodes(g), b * kv_heads, words.shape[-1]
     stages = 2 if h == 256 or keys == 128 else 3
+    alternate = workers == 2 and keys == 128
+    weight_rows = 8 if interpret is None else ROWS  # 8 are the least that a tiled buffer has
+    room = mosaic.SHARED_BYTES - SMALL - 4 * stages * keys * h - 2 * workers * ROWS * h
+    part_bytes = 4 * workers * ROWS * PART  # of the output on its way to memory
+    apart = m <= ASIDE and part_bytes + 4 * ASIDE * h <= room
+    parts = min(h // PART, (room - 4 * ASIDE * h * apart) // part_bytes)
     chunk = min(h, 128)  # columns of the output per accumulator
     chunks = [pl.ds(start, chunk) for start in range(0, h, chunk)]
     beside_tiles = -(-m // keys)
     scale = h**-0.5 * LOG2_E  # of scores, to log2 units
 
-    def tree_attention_kernel(
-        qkv_ref, k_ref, v_ref, words_ref, lower_ref, lowest_ref, highest_ref, length_ref, *refs
-    ):
-        o_ref, m_ref, l_ref, q_smem2, k_smem, v_smem, o_smem2, stats_smem, p_smem2, *refs = refs
-        q_full, k_full, v_full, k_free, v_free = refs
+    def tree_attention_kernel(qkv_ref, k_ref, v_ref, words_ref, length_ref, *refs):
+        lower_ref, lowest_ref, highest_ref = refs[: len(bounds)] or [None] * 3
+        o_ref, m_ref, l_ref, q_smem2, k_smem, v_smem, o_smem2, *refs = refs[len(bounds) :]
+        stats_smem, p_smem2, q_full, k_full, v_full, k_free, v_free, turn, *aside = refs
         z_index, split, worker = (lax.axis_index(axis) for axis in ("z", "split", "wg"))
         batch, head = z_index // kv_heads, lax.rem(z_index, kv_heads)
         column = head * (g + 2) * h
         tile = lax.axis_index("tile") * workers + worker
+        is_last, is_loader = split == splits - 1, worker == workers
+        ring = (k_smem, k_full, k_free), (v_smem, v_full, v_free)
 
-        # This split's share [start, stop) of the tiles: those of the prefix, then those beside.
+        def of_prefix(key_tile):
+            where = (batch, head, pl.ds(key_tile * keys, keys))
+            return k_ref.at[where], v_ref.at[where]
+
+        def of_beside(start, count):
+            return tuple(
+                qkv_ref.at[batch, pl.ds(start, count), pl.ds(column + (g + i) * h, h)]
+                for i in range(2)
+            )
+
+        if apart:
+
+            @pl.when(is_loader & is_last)
+            def _():
+                *buffers, full = aside
+                for i, source in enumerate(of_beside(0, ASIDE)):
+                    plgpu.copy_gmem_to_smem(source, buffers[i], full.at[i])
+
+        if not bounds:
+
+            @pl.when(is_loader)
+            def _():
+                for source, (buffer, full, _) in zip(of_prefix(split), ring, strict=True):
+                    plgpu.copy_gmem_to_smem(source, buffer.at[0], full.at[0])
+
+        # Tiles of the prefix, from the first that a row sees, then tiles beside: this split has
+        # number `split` of them all and every `splits`-th after it.
         end = length_ref[batch]
-        first = lowest_ref[batch] // keys
+        first = lowest_ref[batch] // keys if bounds else 0
         prefix = jnp.maximum((end + keys - 1) // keys - first, 0)
-        # A single tile beside costs no time on the memory: the last split takes it on top.
-        everything = prefix + beside_tiles
-        divided = prefix if beside_tiles == 1 else everything
-        share = (divided + splits - 1) // splits
-        start = jnp.minimum(split * share, divided)
-        stop = jnp.minimum(start + share, divided)
-        stop = jnp.where(split == splits - 1, everything, stop)
-        begin, limit = (first + jnp.minimum(x, prefix) for x in (start, stop))
-        # Of [begin, limit), all rows see the tiles [inner, inner_end) whole.
-        inner = jnp.clip((highest_ref[batch] + keys - 1) // keys, begin, limit)
-        inner_end = jnp.clip(end // keys, inner, limit)
-        below = inner - begin
-        edges, inners = below + limit - inner_end, inner_end - inner
-        beside, beside_end = (jnp.maximum(x - prefix, 0) for x in (start, stop))
+
+        def own(count):
+            """How many of the first `count` tiles are this split's."""
+            return (count - split + splits - 1) // splits
+
+        def prefix_tile(i):
+            return first + split + i * splits
+
+        mine = own(prefix)
+        beside = 0 if apart else own(prefix + beside_tiles) - mine
+
+        def beside_tile(i):
+            return split + (mine + i) * splits - prefix
+
+        # Of its tiles of the prefix, all rows see those in [inner, inner_end) whole.
+        inner = 0
+        if bounds:
+            inner = own(jnp.clip((highest_ref[batch] + keys - 1) // keys - first, 0, prefix))
+        inner_end = jnp.maximum(own(jnp.clip(end // keys - first, 0, prefix)), inner)
+        inners = inner_end - inner
+        edges = (mine if bounds else jnp.maximum(mine, 1)) - inners
 
         def edge_tile(i):
-            return jnp.where(i < below, begin + i, inner_end + i - below)
+            return prefix_tile(jnp.where(i < inner, i, inners + i))
 
         def spread(x, shape):
             return lax.broadcast_in_dim(x, shape, [0])
@@ -146,18 +195,35 @@ def _partial(
             part = ref.at[(*index, pl.ds(tile * ROWS, ROWS))]
             return plgpu.load(part, layout=ROW_VECTOR, optimized=False)
 
-        def seen_edge(key_tile, shape):
-            slot = key_index(key_tile, shape)
-            return (slot < end) & (slot >= spread(row_vector(lower_ref, batch), shape))
+        # Masks read what they need when they are made, long before the scores are there.
+        def seen_edge(key_tile):
+            least = row_vector(lower_ref, batch) if bounds else None
 
-        def seen_beside(key_tile, shape):
-            index = key_index(0, shape)
+            def seen(shape):
+                slot = key_index(key_tile, shape)
+                within = slot < end
+                return within if least is None else within & (slot >= spread(least, shape))
+
+            return seen
+
+        def seen_beside(key_tile, keys=keys):
             first_word = key_tile * (keys // 32)
-            word = spread(row_vector(words_ref, batch, first_word), shape)
-            for i in range(1, keys // 32):
-                other = spread(row_vector(words_ref, batch, first_word + i), shape)
-                word = jnp.where(index >= 32 * i, other, word)
-            return (lax.shift_right_logical(word, index & 31) & 1) == 1
+            words = [row_vector(words_ref, batch, first_word + i) for i in range(keys // 32)]
+
+            def seen(shape):
+                index = key_index(0, shape)
+                word = spread(words[0], shape)
+                for i, other in enumerate(words[1:], 1):
+                    word = jnp.where(index >= 32 * i, spread(other, shape), word)
+                return (lax.shift_right_logical(word, index & 31) & 1) == 1
+
+            return seen
+
+        def take_turns():
+            """Waits until the other warpgroup has issued its product."""
+            if alternate:
+                plgpu.barrier_arrive(turn)
+                plgpu.barrier_wait(turn)
 
         def compute():
             q_smem, o_smem = q_smem2.at[worker], o_smem2.at[worker]
@@ -174,85 +240,109 @@ def _partial(
 
                     def accumulate(acc):
                         plgpu.wgmma(acc, p, values)
+                        take_turns()
 
                     return pl.run_state(accumulate)(plgpu.ACC.init(o))
 
                 def product(acc):
-                    plgpu.wgmma(acc, p_smem2.at[worker], values)
+                    plgpu.wgmma(acc, p_smem2.at[worker, :, pl.ds(0, p.shape[1])], values)
+                    take_turns()
                     return acc[...]
 
                 return o + pl.run_scoped(product, plgpu.ACC(o.shape, jnp.float32))
 
-            def visit(step, key_tile, seen_of, carry):
+            def visit(keys_smem, values_smem, barriers, seen, carry):
+                """Adds a tile; `barriers`: full and free, of its keys and of its values."""
                 o, peak, total = carry
-                slot = lax.rem(step, stages)
-                plgpu.barrier_wait(k_full.at[slot])
+                (keys_full, keys_free), (values_full, values_free) = barriers
+                plgpu.barrier_wait(keys_full)
 
                 def scores(acc):
-                    plgpu.wgmma(acc, q_smem, k_smem.at[slot].transpose((1, 0)))
+                    plgpu.wgmma(acc, q_smem, keys_smem.transpose((1, 0)))
+                    take_turns()
                     return acc[...]
 
-                s = pl.run_scoped(scores, plgpu.ACC((ROWS, keys), jnp.float32))
-                plgpu.barrier_arrive(k_free.at[slot])
-                if seen_of is not None:
-                    seen = seen_of(key_tile, s.shape)
-                    s = jnp.where(seen, s, LOWEST)
+                s = pl.run_scoped(scores, plgpu.ACC((ROWS, keys_smem.shape[0]), jnp.float32))
+                if keys_free is not None:
+                    plgpu.barrier_arrive(keys_free)
+                if seen is not None:
+                    visible = seen(s.shape)
+                    s = jnp.where(visible, s, LOWEST)
                 new_peak = jnp.maximum(peak, s.max(axis=1))
                 decay = jnp.exp2((peak - new_peak) * scale)
                 # Scaled here, where it is one instruction with the subtraction.
                 p = jnp.exp2(s * scale - spread(new_peak * scale, s.shape))
-                if seen_of is not None:
-                    p = jnp.where(seen, p, 0.0)
+                if seen is not None:
+                    p = jnp.where(visible, p, 0.0)
                 total = total * decay + p.sum(axis=1)
                 o = [x * spread(decay, x.shape) for x in o]
                 p = p.astype(jnp.bfloat16)
                 if interpret is not None:
-                    p_smem2[worker] = p
+                    p_smem2[worker, :, pl.ds(0, p.shape[1])] = p
                     plgpu.commit_smem()
-                plgpu.barrier_wait(v_full.at[slot])
+                plgpu.barrier_wait(values_full)
                 o = tuple(
-                    add_product(x, p, v_smem.at[slot, :, part])
+                    add_product(x, p, values_smem.at[:, part])
                     for x, part in zip(o, chunks, strict=True)
                 )
-                plgpu.barrier_arrive(v_free.at[slot])
+                if values_free is not None:
+                    plgpu.barrier_arrive(values_free)
                 return o, new_peak, total
+
+            def visit_ring(step, seen, carry):
+                slot = lax.rem(step, stages)
+                barriers = [(full.at[slot], free.at[slot]) for _, full, free in ring]
+                return visit(k_smem.at[slot], v_smem.at[slot], barriers, seen, carry)
+
+            def visit_aside(carry):
+                k_aside, v_aside, full = aside
+                barriers = [(full.at[i], None) for i in range(2)]
+                return visit(k_aside, v_aside, barriers, seen_beside(0, ASIDE), carry)
 
             carry = (
                 tuple(jnp.zeros((ROWS, chunk), jnp.float32) for _ in chunks),
                 jnp.full((ROWS,), LOWEST, jnp.float32),
                 jnp.zeros((ROWS,), jnp.float32),
             )
-            carry = lax.fori_loop(
-                0, edges, lambda i, c: visit(i, edge_tile(i), seen_edge, c), carry
+
+            def loop(count, body, carry):
+                return lax.fori_loop(0, count, body, carry)
+
+            if alternate:  # the first one begins
+                pl.when(worker == 1)(take_turns)
+            if apart:
+                carry = loop(is_last.astype(jnp.int32), lambda _, c: visit_aside(c), carry)
+            carry = loop(inners, lambda i, c: visit_ring(i, None, c), carry)
+            carry = loop(
+                edges, lambda i, c: visit_ring(inners + i, seen_edge(edge_tile(i)), c), carry
             )
-            carry = lax.fori_loop(0, inners, lambda i, c: visit(edges + i, None, None, c), carry)
-            o, peak, total = lax.fori_loop(
-                0,
-                beside_end - beside,
-                lambda i, c: visit(edges + inners + i, beside + i, seen_beside, c),
+            o, peak, total = loop(
+                beside,
+                lambda i, c: visit_ring(inners + edges + i, seen_beside(beside_tile(i)), c),
                 carry,
             )
+            if alternate:
+                pl.when(worker == 0)(take_turns)
             stats_smem[worker, 0] = peak * scale
             stats_smem[worker, 1] = total
             target = (split, z_index, pl.ds(tile * ROWS, ROWS))
-            for start in range(0, h, PART):
-                # Only until the buffer is free: whoever reads what was written runs after us.
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            for i, start in enumerate(range(0, h, PART)):
+                if i >= parts:  # until a buffer is free
+                    plgpu.wait_smem_to_gmem(parts - 1, wait_read_only=True)
                 within = start % chunk
-                o_smem[...] = o[start // chunk][:, within : within + PART]
+                part = o_smem.at[i % parts]
+                part[...] = o[start // chunk][:, within : within + PART]
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(o_smem, o_ref.at[(*target, pl.ds(start, PART))])
+                plgpu.copy_smem_to_gmem(part, o_ref.at[(*target, pl.ds(start, PART))])
             plgpu.copy_smem_to_gmem(stats_smem.at[worker, 0], m_ref.at[target])
             plgpu.copy_smem_to_gmem(stats_smem.at[worker, 1], l_ref.at[target])
+            # Only until the buffers are read: whoever reads what was written runs after us.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         def load():
-            def fetch(step, k_source, v_source):
+            def fetch(step, sources):
                 slot = lax.rem(step, stages)
-                for source, buffer, full, free in (
-                    (k_source, k_smem, k_full, k_free),
-                    (v_source, v_smem, v_full, v_free),
-                ):
+                for source, (buffer, full, free) in zip(sources, ring, strict=True):
 
                     @pl.when(step >= stages)
                     def _(free=free):
@@ -260,25 +350,27 @@ def _partial(
 
                     plgpu.copy_gmem_to_smem(source, buffer.at[slot], full.at[slot])
 
-            def from_cache(step, key_tile):
-                where = (batch, head, pl.ds(key_tile * keys, keys))
-                fetch(step, k_ref.at[where], v_ref.at[where])
+            def loop(start, stop, body):
+                lax.fori_loop(start, stop, lambda i, _: body(i), None)
 
-            def from_beside(step, key_tile):
-                some = pl.ds(key_tile * keys, keys)
-                k_source, v_source = (
-                    qkv_ref.at[batch, some, pl.ds(column + (g + i) * h, h)] for i in range(2)
-                )
-                fetch(step, k_source, v_source)
-
-            def loop(count, body):
-                lax.fori_loop(0, count, lambda i, _: body(i), None)
-
-            loop(edges, lambda i: from_cache(i, edge_tile(i)))
-            loop(inners, lambda i: from_cache(edges + i, inner + i))
-            loop(beside_end - beside, lambda i: from_beside(edges + inners + i, beside + i))
+            begun = jnp.int32(0 if bounds else 1)
+            loop(
+                jnp.minimum(begun, inners),
+                inners,
+                lambda i: fetch(i, of_prefix(prefix_tile(inner + i))),
+            )
+            loop(
+                jnp.maximum(begun - inners, 0),
+                edges,
+                lambda i: fetch(inners + i, of_prefix(edge_tile(i))),
+            )
+            loop(
+                0,
+                beside,
+                lambda i: fetch(inners + edges + i, of_beside(beside_tile(i) * keys, keys)),
+            )
             # Warpgroups end together, with no phase of a barrier left unseen.
-            steps = edges + inners + beside_end - beside
+            steps = inners + edges + beside
 
             def drain(step, _):
                 for free in (k_free, v_free):
@@ -287,13 +379,13 @@ def _partial(
             lax.fori_loop(jnp.maximum(steps - stages, 0), steps, drain, None)
 
         # Three warpgroups share the registers unevenly; two have enough as it is.
-        @pl.when(worker < workers)
+        @pl.when(jnp.logical_not(is_loader))
         def _():
             if workers == 2:
                 plgpu.set_max_registers(232, action="increase")
             compute()
 
-        @pl.when(worker == workers)
+        @pl.when(is_loader)
         def _():
             if workers == 2:
                 plgpu.set_max_registers(40, action="decrease")
@@ -301,6 +393,11 @@ def _partial(
 
     stats = jax.ShapeDtypeStruct((splits, z, rows), jnp.float32)
     tiles = mosaic.tiles(64, jnp.bfloat16)
+    aside = (
+        plgpu.SMEM((ASIDE, h), jnp.bfloat16, transforms=tiles),
+        plgpu.SMEM((ASIDE, h), jnp.bfloat16, transforms=tiles),
+        plgpu.Barrier(num_barriers=2),
+    )
     return plgpu.kernel(
         tree_attention_kernel,
         out_type=(jax.ShapeDtypeStruct((splits, z, rows, h), jnp.float32), stats, stats),
@@ -313,22 +410,24 @@ def _partial(
             plgpu.SMEM((stages, keys, h), jnp.bfloat16, transforms=tiles),
             plgpu.SMEM((stages, keys, h), jnp.bfloat16, transforms=tiles),
             plgpu.SMEM(
-                (workers, ROWS, PART), jnp.float32, transforms=mosaic.tiles(PART, jnp.float32)
+                (workers, parts, ROWS, PART),
+                jnp.float32,
+                transforms=mosaic.tiles(PART, jnp.float32),
             ),
             plgpu.SMEM((workers, 2, ROWS), jnp.float32),
-            # Weights, under the interpreter only; 8 rows are the least that a tiled buffer has.
-            plgpu.SMEM(
-                (workers, 8 if interpret is None else ROWS, keys), jnp.bfloat16, transforms=tiles
-            ),
+            # Weights, under the interpreter only.
+            plgpu.SMEM((workers, weight_rows, keys), jnp.bfloat16, transforms=tiles),
             plgpu.Barrier(num_arrivals=g, num_barriers=workers),
             plgpu.Barrier(num_barriers=stages),
             plgpu.Barrier(num_barriers=stages),
             plgpu.Barrier(num_arrivals=workers, num_barriers=stages),
             plgpu.Barrier(num_arrivals=workers, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=workers),
+            *(aside if apart else ()),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-    )(qkv, k_cache, v_cache, words, lower, lowest, highest, length)
+    )(qkv, k_cache, v_cache, words, length, *bounds)
 
 
 def _combine(o, m, total, *, batch: int, n: int, g: int, interpret) -> jax.Array:
@@ -383,7 +482,7 @@ def bit_words(mask_bnm: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(words, jnp.int32).swapaxes(1, 2)
 
 
-@functools.partial(jax.jit, static_argnames=("splits", "interpret"))
+@functools.partial(jax.jit, static_argnames=("bounded", "splits", "interpret"))
 def tree_attention(
     qkv_bmch: jax.Array,
     k_bksh: jax.Array,
@@ -392,12 +491,14 @@ def tree_attention(
     lower_bn: jax.Array,
     length_b: jax.Array,
     *,
+    bounded: bool = True,
     splits: int | None = None,
     interpret=None,
 ) -> jax.Array:
     """The kernel, with the signature of the reference in `tree_attention.py`.
 
     Args:
+      bounded: whether `lower_bn` may be above 0; it is not read otherwise (static).
       splits: parts that the keys are divided into (static); default: enough to fill the GPU.
       interpret: `plgpu.InterpretGPUParams` to run on a CPU.
     """
@@ -417,6 +518,7 @@ def tree_attention(
             mask_bnm,
             lower_bn,
             length_b,
+            bounded=bounded,
             splits=splits,
             interpret=interpret,
         )
@@ -433,19 +535,21 @@ def tree_attention(
         x = jnp.broadcast_to(x, (*x.shape[:-2], ROWS // nodes, nodes))
         return x.reshape(*x.shape[:-3], tiles * ROWS)
 
-    lower_bn = lower_bn.astype(jnp.int32)
+    bounds = ()
+    if bounded:
+        lower_bn = lower_bn.astype(jnp.int32)
+        bounds = by_tile(lower_bn), lower_bn.min(axis=1), lower_bn.max(axis=1)
     if splits is None:
         blocks = b * k * tiles // workers
-        splits = max(1, min(MULTIPROCESSORS // blocks, slots // (2 * keys)))
+        splits = min(MULTIPROCESSORS // blocks, slots // (2 * keys))
+    splits = max(1, min(splits, slots // keys))  # each has a tile of the cache to begin with
     o, peak, total = _partial(
         qkv_bmch.reshape(b, m, -1),
         k_bksh,
         v_bksh,
         by_tile(bit_words(jnp.pad(mask_bnm, [(0, 0), (0, 0), (0, -m % keys)]))),
-        by_tile(lower_bn),
-        lower_bn.min(axis=1),
-        lower_bn.max(axis=1),
         length_b.astype(jnp.int32),
+        bounds,
         n=n,
         keys=keys,
         splits=splits,

@@ -18,6 +18,9 @@ def pytest_configure(config):
     # runs for minutes, and at this level XLA's CPU backend makes wrong texts of bfloat16 models.
     if config.option.markexpr not in ("bundled", "gpu"):
         os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    # Threads of XLA's CPU backend. Under the Pallas interpreter a warpgroup that waits holds one;
+    # with no more of them than waiting warpgroups, the one that they wait for never runs.
+    os.environ.setdefault("NPROC", "8")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 

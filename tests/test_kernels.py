@@ -106,30 +106,53 @@ def attention_case(b, n, m, k, g, h, s, *, lengths, window=0):
         ((1, 4, 8, 1, 2, 64, 64), [40], 0),
         # The largest head, whose output takes two accumulators.
         ((1, 3, 3, 1, 1, 256, 64), [40], 0),
+        # A long cache, whose tiles are wide, for one warpgroup and for two that take turns; rows
+        # beside in buffers of their own and, where too many, in the ring.
+        ((2, 9, 9, 1, 4, 128, 4096), [300, 0], 0),
+        ((1, 24, 70, 1, 4, 64, 4096), [4000], 3900),
     ],
 )
 def test_attention_equals_the_reference(shape, lengths, window):
     arguments = attention_case(*shape, lengths=lengths, window=window)
-    got = interpreted(tree_attention_mosaic.tree_attention, *arguments, splits=2)
+    got = interpreted(
+        tree_attention_mosaic.tree_attention, *arguments, bounded=window > 0, splits=2
+    )
     wanted = tree_attention.tree_attention(*arguments)
     close(got, wanted, 2e-2)
     assert np.abs(np.asarray(got - wanted, np.float32)).mean() < 1e-3
 
 
-def test_a_huge_sibling_does_not_leak():
-    qkv, k, v, _, lower, length = attention_case(1, 8, 8, 1, 2, 64, 64, lengths=[30])
+@pytest.mark.parametrize("place", ["sibling", "slots past the length"])
+def test_what_is_hidden_leaves_no_trace(place):
+    """Huge values, which a mask that blends what it should hide would let through."""
+    qkv, k, v, _, lower, length = attention_case(1, 8, 8, 1, 2, 64, 128, lengths=[30])
     mask = jnp.eye(8, dtype=bool)[None]
-    loud = qkv.at[:, 3, :, -1].set(1e30)
+    loud = qkv.at[:, 3, :, -1].set(1e30), k, v
+    if place != "sibling":
+        # The second split has nothing but a tile past the length.
+        loud = qkv, *(x.at[:, :, 30:].set(1e30) for x in (k, v))
     clean, got = (
         np.asarray(
             interpreted(
-                tree_attention_mosaic.tree_attention, each, k, v, mask, lower, length, splits=1
+                tree_attention_mosaic.tree_attention,
+                *(*each, mask, lower, length),
+                bounded=False,
+                splits=2,
             )
         )
-        for each in (qkv, loud)
+        for each in ((qkv, k, v), loud)
     )
-    others = np.arange(8) != 3
+    others = np.arange(8) != (3 if place == "sibling" else -1)
     np.testing.assert_array_equal(clean[:, others], got[:, others])
+
+
+def test_attention_in_a_window_begins_at_its_bounds():
+    arguments = attention_case(1, 4, 4, 1, 2, 64, 256, lengths=[200], window=150)
+
+    def attend(*arguments, interpret):
+        return Kernels(mosaic=True, interpret=interpret).attention(*arguments, window=200)
+
+    close(interpreted(attend, *arguments), tree_attention.tree_attention(*arguments), 2e-2)
 
 
 @pytest.mark.parametrize(
