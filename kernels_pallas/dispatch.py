@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas import (
@@ -32,10 +33,13 @@ class Kernels:
 
     def matmul(self, x_mk: jax.Array, w_kn: jax.Array) -> jax.Array:
         """x @ w as partial sums [parts, m, n], for `add_norm` or `head_rows` to add up."""
-        k, n = w_kn.shape
-        reason = matmul.unsupported_reason(x_mk.shape[0], k, n, x_mk.dtype)
-        if self.mosaic and reason is None and matmul.preferred(x_mk.shape[0], k, n):
+        (k, n), m = w_kn.shape, x_mk.shape[0]
+        reason = matmul.unsupported_reason(m, k, n, x_mk.dtype)
+        if self.mosaic and reason is None and matmul.preferred(m, k, n):
             return matmul.split_matmul(x_mk, w_kn, interpret=self.interpret)
+        parts = matmul.divisions(m, k, n)
+        if self.mosaic and x_mk.dtype == jnp.bfloat16 and parts > 1:
+            return matmul.divided(x_mk, w_kn, parts)
         return matmul.reference(x_mk, w_kn)[None]
 
     def gated_matmul(self, x_mk: jax.Array, w_k2n: jax.Array) -> jax.Array:

@@ -139,20 +139,19 @@ def _partial(
                 for i in range(2)
             )
 
+        def copy_aside():
+            *buffers, full = aside
+            for i, source in enumerate(of_beside(0, ASIDE)):
+                plgpu.copy_gmem_to_smem(source, buffers[i], full.at[i])
+
+        def copy_first():
+            for source, (buffer, full, _) in zip(of_prefix(split), ring, strict=True):
+                plgpu.copy_gmem_to_smem(source, buffer.at[0], full.at[0])
+
         if apart:
-
-            @pl.when(is_loader & is_last)
-            def _():
-                *buffers, full = aside
-                for i, source in enumerate(of_beside(0, ASIDE)):
-                    plgpu.copy_gmem_to_smem(source, buffers[i], full.at[i])
-
+            pl.when(is_loader & is_last)(copy_aside)
         if not bounds:
-
-            @pl.when(is_loader)
-            def _():
-                for source, (buffer, full, _) in zip(of_prefix(split), ring, strict=True):
-                    plgpu.copy_gmem_to_smem(source, buffer.at[0], full.at[0])
+            pl.when(is_loader)(copy_first)
 
         # Tiles of the prefix, from the first that a row sees, then tiles beside: this split has
         # number `split` of them all and every `splits`-th after it.
@@ -535,7 +534,7 @@ def tree_attention(
         x = jnp.broadcast_to(x, (*x.shape[:-2], ROWS // nodes, nodes))
         return x.reshape(*x.shape[:-3], tiles * ROWS)
 
-    bounds = ()
+    bounds: tuple[jax.Array, ...] = ()
     if bounded:
         lower_bn = lower_bn.astype(jnp.int32)
         bounds = by_tile(lower_bn), lower_bn.min(axis=1), lower_bn.max(axis=1)

@@ -270,6 +270,27 @@ def test_a_plan_without_room_for_two_stages_is_refused():
         matmul.split_matmul(x, w, plan=matmul.Schedule(256, 1, 3))
 
 
+@pytest.mark.parametrize("rows", [1, 2, 16, 129, 256, 512])
+@pytest.mark.parametrize("k", [64, 576, 1536, 4096, 12288])
+@pytest.mark.parametrize("n", [64, 960, 2560, 4096, 6144])
+def test_what_xla_divides_is_divided_evenly_and_no_more_than_needed(rows, k, n):
+    parts = matmul.divisions(rows, k, n)
+    tiles = -(-rows // 128) * -(-n // 128)
+    assert k % parts == 0
+    assert parts == 1 or (rows > 1 and k // parts >= 256 and tiles * parts // 2 < 128)
+
+
+@pytest.mark.parametrize(("m", "k", "n"), [(5, 1024, 256), (200, 768, 128)])
+def test_few_and_many_rows_leave_their_partial_sums_to_the_reader(m, k, n):
+    x, w = normal(0, m, k), normal(1, k, n)
+    kernels = Kernels(mosaic=True)  # not interpreted: a kernel would fail on this host
+    got = kernels.matmul(x, w)
+    assert got.dtype == jnp.float32
+    assert got.shape == (matmul.divisions(m, k, n), m, n)
+    assert got.shape[0] > 1
+    close(got.sum(axis=0), np.asarray(x, np.float32) @ np.asarray(w, np.float32), 1e-3)
+
+
 def test_unsupported_products_say_why():
     assert "129 rows" in matmul.unsupported_reason(129, 64, 64, jnp.bfloat16)
     assert "float32" in matmul.unsupported_reason(1, 64, 64, jnp.float32)
