@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas import (
@@ -37,10 +36,9 @@ class Kernels:
         reason = matmul.unsupported_reason(m, k, n, x_mk.dtype)
         if self.mosaic and reason is None and matmul.preferred(m, k, n):
             return matmul.split_matmul(x_mk, w_kn, interpret=self.interpret)
-        parts = matmul.divisions(m, k, n)
-        if self.mosaic and x_mk.dtype == jnp.bfloat16 and parts > 1:
-            return matmul.divided(x_mk, w_kn, parts)
-        return matmul.reference(x_mk, w_kn)[None]
+        return (
+            matmul.partial_sums(x_mk, w_kn) if self.mosaic else matmul.reference(x_mk, w_kn)[None]
+        )
 
     def gated_matmul(self, x_mk: jax.Array, w_k2n: jax.Array) -> jax.Array:
         """silu(x @ w[:, 0]) * (x @ w[:, 1]) in x's dtype [m, n]."""

@@ -1,7 +1,6 @@
 """What stands between two products, row by row: residual, norm, rotary embedding.
 
-Both take the partial sums of matmul.py's `split_matmul`; rounding happens where the reference
-rounds, to the dtype of x.
+Both take matmul.py's partial sums; rounding happens where the reference rounds, to the dtype of x.
 """
 
 import functools

@@ -498,8 +498,10 @@ def tree_attention(
 
     Args:
       bounded: whether `lower_bn` may be above 0; it is not read otherwise (static).
-      splits: parts that the keys are divided into (static); default: enough to fill the GPU.
-      interpret: `plgpu.InterpretGPUParams` to run on a CPU.
+      splits: parts that the keys are divided into, at most one for each tile of the cache (static);
+        default: enough to fill the GPU.
+      interpret: `plgpu.InterpretGPUParams` to run on a CPU, which takes more threads than it may
+        have cores (the environment variable NPROC, as in tests/conftest.py).
     """
     b, m, k, c, h = qkv_bmch.shape
     n, slots, g = mask_bnm.shape[1], k_bksh.shape[2], c - 2

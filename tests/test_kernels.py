@@ -110,6 +110,9 @@ def attention_case(b, n, m, k, g, h, s, *, lengths, window=0):
         # beside in buffers of their own and, where too many, in the ring.
         ((2, 9, 9, 1, 4, 128, 4096), [300, 0], 0),
         ((1, 24, 70, 1, 4, 64, 4096), [4000], 3900),
+        ((1, 24, 70, 1, 4, 64, 4096), [300], 0),
+        # Turns over the rows beside, and in a split that has no tile.
+        ((1, 24, 24, 1, 4, 64, 4096), [0], 1),
     ],
 )
 def test_attention_equals_the_reference(shape, lengths, window):
@@ -125,25 +128,27 @@ def test_attention_equals_the_reference(shape, lengths, window):
 @pytest.mark.parametrize("place", ["sibling", "slots past the length"])
 def test_what_is_hidden_leaves_no_trace(place):
     """Huge values, which a mask that blends what it should hide would let through."""
-    qkv, k, v, _, lower, length = attention_case(1, 8, 8, 1, 2, 64, 128, lengths=[30])
-    mask = jnp.eye(8, dtype=bool)[None]
+    length = 30 if place == "sibling" else 0
+    qkv, k, v, _, lower, _ = attention_case(1, 8, 8, 1, 2, 64, 128, lengths=[length])
+    mask = jnp.eye(8, dtype=bool)[None].at[0, 5].set(length > 0)
     loud = qkv.at[:, 3, :, -1].set(1e30), k, v
     if place != "sibling":
-        # The second split has nothing but a tile past the length.
-        loud = qkv, *(x.at[:, :, 30:].set(1e30) for x in (k, v))
+        # Both splits begin with a tile past the length, and query 5 sees nothing anywhere.
+        loud = qkv, *(x.at[:, :, length:].set(1e30) for x in (k, v))
     clean, got = (
         np.asarray(
             interpreted(
                 tree_attention_mosaic.tree_attention,
-                *(*each, mask, lower, length),
+                *(*each, mask, lower, jnp.full((1,), length)),
                 bounded=False,
                 splits=2,
             )
         )
         for each in ((qkv, k, v), loud)
     )
-    others = np.arange(8) != (3 if place == "sibling" else -1)
-    np.testing.assert_array_equal(clean[:, others], got[:, others])
+    unlike = [3, 5] if place == "sibling" else []
+    np.testing.assert_array_equal(np.delete(clean, unlike, 1), np.delete(got, unlike, 1))
+    assert (got[:, 5] == 0).all() == (length == 0)
 
 
 def test_attention_in_a_window_begins_at_its_bounds():
@@ -156,12 +161,20 @@ def test_attention_in_a_window_begins_at_its_bounds():
 
 
 @pytest.mark.parametrize(
-    ("nodes", "heads", "h", "slots"),
-    [(1, 4, 128, 1024), (16, 3, 64, 1024), (64, 6, 256, 1024), (512, 4, 128, 8192)],
+    ("nodes", "heads", "h", "slots", "bounded"),
+    [
+        (1, 4, 128, 1024, False),
+        (16, 3, 64, 1024, True),
+        (64, 4, 128, 1024, False),
+        (64, 4, 128, 8192, False),
+        (64, 6, 256, 1024, False),
+        (512, 4, 128, 8192, True),
+    ],
 )
-def test_attention_lowers_for_hopper(nodes, heads, h, slots):
+def test_attention_lowers_for_hopper(nodes, heads, h, slots, bounded):
     case = attention_case(1, nodes, nodes, 8, heads, h, slots, lengths=[100])
-    assert lowered(tree_attention_mosaic.tree_attention, *case) == 2  # the second combines
+    attend = functools.partial(tree_attention_mosaic.tree_attention, bounded=bounded)
+    assert lowered(attend, *case) == 2  # the second combines
 
 
 @pytest.mark.parametrize(

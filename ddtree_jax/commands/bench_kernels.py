@@ -89,6 +89,15 @@ def product(config: DecoderConfig, nodes: int) -> Case:
     return Case("product", run, (x, w), _wide(x) @ wide)
 
 
+def product_by_xla(config: DecoderConfig, nodes: int) -> Case:
+    """As where a program with kernels leaves a product to XLA, and its sum to whoever reads it."""
+
+    def run(kernels: Kernels, x, w) -> jax.Array:
+        return matmul.partial_sums(x, w).sum(axis=0) if kernels.mosaic else matmul.reference(x, w)
+
+    return dataclasses.replace(product(config, nodes), operation="product by XLA", run=run)
+
+
 def gated_product(config: DecoderConfig, nodes: int) -> Case:
     d, f = config.hidden_size, config.intermediate_size
     x, (w, wide) = _normal(0, nodes, d), _weight(2, d, 2, f)
@@ -236,6 +245,7 @@ def sampling(config: TargetConfig, nodes: int, by_mass: bool) -> Case:
 def cases(config: TargetConfig, nodes: int, context: int) -> list[Case]:
     found = [
         product(config, nodes),
+        product_by_xla(config, nodes),
         gated_product(config, nodes),
         add_norm(config, nodes),
         heads(config, nodes),
