@@ -44,7 +44,7 @@ class Kernels:
         """silu(x @ w[:, 0]) * (x @ w[:, 1]) in x's dtype [m, n]."""
         k, _, n = w_k2n.shape
         rows = x_mk.shape[0]
-        reason = matmul.unsupported_reason(rows, k, n, x_mk.dtype)
+        reason = matmul.unsupported_reason(rows, k, n, x_mk.dtype, gated=True)
         if self.mosaic and reason is None and matmul.preferred(rows, k, n, gated=True):
             return matmul.gated_matmul(x_mk, w_k2n, interpret=self.interpret)
         return matmul.gated_reference(x_mk, w_k2n)

@@ -5,7 +5,7 @@ result adds the parts up (see rows.py), which saves a kernel just for that.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,10 @@ DEPTH = 64  # of the contracted axis per step
 NEARLY_ALL = 128  # multiprocessors that have work, so that dividing further does not pay
 LEAST_DEPTH = 256  # of a part that XLA multiplies
 MAX_ROWS = 128  # beyond, reading the rows again for every tile of columns costs more than it saves
+# But for gated products of tiles of 96 columns, up to twice as many: SwiGLU saves a kernel, and
+# wider tiles would leave too few registers.
+MANY_ROWS_TILE = 96
+NARROW_ROWS = 32  # up to which clusters take wide tiles before ones that fill the GPU better
 
 
 def reference(
@@ -87,12 +91,13 @@ def gated_reference(x_mk: jax.Array, w_k2n: jax.Array) -> jax.Array:
     return jax.nn.silu(y_m2n[:, 0]) * y_m2n[:, 1]
 
 
-def unsupported_reason(rows: int, k: int, n: int, dtype) -> str | None:
+def unsupported_reason(rows: int, k: int, n: int, dtype, *, gated: bool = False) -> str | None:
     """Why the kernel cannot multiply [rows, k] by [k, n], or None."""
+    most = 2 * MAX_ROWS if gated and n % (2 * MANY_ROWS_TILE) == 0 else MAX_ROWS
     if dtype != jnp.bfloat16:
         return f"{jnp.dtype(dtype).name}; the kernel takes bfloat16"
-    if rows > MAX_ROWS:
-        return f"{rows} rows; the kernel takes up to {MAX_ROWS}"
+    if rows > most:
+        return f"{rows} rows; the kernel takes up to {most}"
     if k % DEPTH or n % ROWS:
         return f"a weight of {k} x {n}; the kernel takes multiples of {DEPTH} and {ROWS}"
     return None
@@ -101,30 +106,29 @@ def unsupported_reason(rows: int, k: int, n: int, dtype) -> str | None:
 def preferred(rows: int, k: int, n: int, *, gated: bool = False) -> bool:
     """Whether the kernel, with the addition in its reader, is faster than XLA's product.
 
-    Measured inside rounds on an H200: XLA wins with few rows, and where a gated product has no wide
-    tiles that fill the GPU just once. With up to 64 rows they have to fill it well, unless the
-    product is so small that XLA's second kernel, for the activation, counts.
+    Measured on an H200: XLA wins with few rows, with many (but for those just below 256 that it
+    pads too), and where a gated product has no wide tiles that fill the GPU just once.
     """
-    if not 16 < rows <= MAX_ROWS:
-        return False
-    plan = schedule(rows, k, n, gated=gated)
-    filled = n // plan.tile / MULTIPROCESSORS
-    small = rows <= ROWS and 2 * k * n <= 2**26
-    least = 0.7 if rows > ROWS or small else 0.9
-    return not gated or (plan.tile >= (64 if small else 96) and least < filled <= 1)
+    if not gated:
+        return 16 < rows <= MAX_ROWS
+    plan = schedule(rows, k, n, gated=True)
+    if plan.cluster > 1:
+        return 16 <= rows <= MAX_ROWS or rows > 224
+    small = rows <= ROWS and 2 * k * n <= 2**26  # XLA's second kernel, for the activation, counts
+    return rows > 16 and plan.tile >= (64 if small else 96) and _fills_once(n, plan.tile)
 
 
 class Schedule(NamedTuple):
     """How a product is divided.
 
-    tile: columns of the weight per block. parts: of the contracted axis. resident: blocks that
-    share a multiprocessor, so that one reads while another begins or ends; each has the fewer reads
-    under way.
+    tile: columns of the weight per block. parts: of the contracted axis. stages: of a block's ring
+    at most, so reads under way. cluster: blocks beside each other that read the rows once for all.
     """
 
     tile: int
     parts: int
-    resident: int = 1
+    stages: int = 8
+    cluster: int = 1
 
 
 TILES = (256, 192, 128, 64)
@@ -132,23 +136,36 @@ GATED_TILES = (128, 96, 64, 32)  # of each of the two weights
 
 
 def schedules(k: int, n: int, *, gated: bool = False) -> list[Schedule]:
-    """All ways to divide a weight [k, n], or each of two that are gated."""
+    """Ways to divide a weight [k, n], or each of two that are gated."""
     return [
-        Schedule(tile, parts, resident)
+        Schedule(tile, parts, stages, cluster)
         for tile in (GATED_TILES if gated else TILES)
         if n % tile == 0
         for parts in range(1, 2 if gated else max(1, min(8, k // DEPTH // 4)) + 1)
-        for resident in (1, 2, 3)
+        for stages, cluster in ((8, 1), (8, 2), (3, 2))
+        if n // tile % cluster == 0
     ]
+
+
+def _fills_once(n: int, tile: int) -> bool:
+    return 0.7 < n // tile / MULTIPROCESSORS <= 1
 
 
 @functools.cache
 def schedule(rows: int, k: int, n: int, *, gated: bool = False) -> Schedule:
-    """How to divide a weight for `rows` rows; the numbers are fitted to `bench.py products`.
+    """How to divide a weight for `rows` rows; fitted to `bench.py products`.
 
     Blocks should fill the multiprocessors once. Wide tiles read the rows less often. Every part
-    costs a write and a read of its partial sums.
+    costs a write and a read of its partial sums. Gated products of up to 64 rows are fastest in
+    clusters, with few reads under way: for 4096 x 2 x 12288 on an H200 and 16, 32 and 64 rows 48.8,
+    49.0 and 51.5 us, where 8 stages without clusters take 52.8, 52.6 and 53.4.
     """
+    if gated and rows <= ROWS:
+        for tile in (128, 96) if rows <= NARROW_ROWS else (96, 128):
+            if n % (2 * tile) == 0 and _fills_once(n, tile):
+                return Schedule(tile, 1, stages=3, cluster=2)
+    if gated and rows > MAX_ROWS:
+        return Schedule(MANY_ROWS_TILE, 1, cluster=2)
     padded = -(-rows // ROWS) * ROWS
 
     def cost(plan: Schedule) -> float:
@@ -162,11 +179,11 @@ def schedule(rows: int, k: int, n: int, *, gated: bool = False) -> Schedule:
         )
 
     plans = schedules(k, n, gated=gated)
-    return min((plan for plan in plans if plan.resident == 1), key=cost)
+    return min((plan for plan in plans if plan == Schedule(plan.tile, plan.parts)), key=cost)
 
 
 def kernel_name(k: int, n: int, plan: Schedule, *, gated: bool = False) -> str:
-    return ("gated" if gated else "stream") + "_{}x{}_{}_{}_{}".format(k, n, *plan)
+    return ("gated" if gated else "stream") + "_{}x{}_{}_{}_{}_{}".format(k, n, *plan)
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "interpret"))
@@ -200,27 +217,32 @@ def _stream(
     """[parts, m, n] of x @ w: partial sums, or the gated product of two weights side by side.
 
     One warpgroup only issues copies: a ring of stages, each a slice of x and of w. Each other
-    warpgroup multiplies 64 rows.
+    warpgroup multiplies 64 rows, or 128 of more than 128.
     """
     count, (k, weights, n) = x_mk.shape[0], w_kcn.shape
-    tile, parts, resident = plan
+    tile, parts, most_stages, cluster = plan
     x_mk = mosaic.pad_rows(x_mk)
     m = x_mk.shape[0]
-    workers = -(-m // ROWS)
-    rows = workers * ROWS
+    # More than two warpgroups that multiply would leave each too few registers for its sums.
+    each = ROWS if m <= MAX_ROWS else 2 * ROWS
+    workers = -(-m // each)
+    rows = workers * each
+    # Not all rows of the buffer: what lies outside x costs the copy more time than what is in it,
+    # and rows of the result that are not written may be anything.
+    read = -(-m // (8 * cluster)) * 8 * cluster
     share = -(-(k // DEPTH) // parts)
     dtype = jnp.bfloat16 if gated else jnp.float32
     # Columns of the result that are stored at a time.
     columns = tile if gated else 64
     buffers = min(2, tile // columns)
-    stored_bytes = workers * buffers * ROWS * columns * jnp.dtype(dtype).itemsize
+    stored_bytes = workers * buffers * each * columns * jnp.dtype(dtype).itemsize
     stage_bytes = 2 * DEPTH * (rows + weights * tile)
-    stages = min(8, share, (mosaic.SHARED_BYTES // resident - stored_bytes) // stage_bytes)
-    if stages < min(2, share):
-        raise ValueError(f"{plan} leaves room for {stages} stages of {rows} rows; 2 are needed")
+    stages = min(most_stages, share, (mosaic.SHARED_BYTES - stored_bytes) // stage_bytes)
+    if m > MAX_ROWS and weights * tile > 2 * MANY_ROWS_TILE:
+        raise ValueError(f"{plan} leaves too few registers with {m} rows")
 
     def stream_kernel(x_ref, w_ref, o_ref, x_smem, w_smem, o_smem, full, free):
-        column = pl.ds(lax.axis_index("tile") * tile, tile)
+        start_column = tile * (lax.axis_index("tiles") * cluster + lax.axis_index("tile"))
         part, worker = lax.axis_index("part"), lax.axis_index("wg")
         first = part * share
         steps = jnp.clip(k // DEPTH - first, 0, share)
@@ -235,10 +257,13 @@ def _stream(
 
                 depth = pl.ds((first + step) * DEPTH, DEPTH)
                 for which in range(weights):
-                    source = w_ref.at[depth, which, column]
+                    source = w_ref.at[depth, which, pl.ds(start_column, tile)]
                     plgpu.copy_gmem_to_smem(source, w_smem.at[slot, which], full.at[slot])
-                source = x_ref.at[pl.ds(0, rows), depth]
-                plgpu.copy_gmem_to_smem(source, x_smem.at[slot], full.at[slot])
+                source = x_ref.at[pl.ds(0, read), depth]
+                # Each block of a cluster reads a part of the rows for all of them.
+                shared = {"collective_axes": "tile"} if cluster > 1 else {}
+                target = x_smem.at[slot, pl.ds(0, read)]
+                plgpu.copy_gmem_to_smem(source, target, full.at[slot], **shared)
 
             def drain(step, _):
                 plgpu.barrier_wait(free.at[lax.rem(step, stages)])
@@ -251,7 +276,7 @@ def _stream(
             def step(i, _):
                 slot = lax.rem(i, stages)
                 plgpu.barrier_wait(full.at[slot])
-                mine = x_smem.at[slot, pl.ds(worker * ROWS, ROWS)]
+                mine = x_smem.at[slot, pl.ds(worker * each, each)]
                 for which, sum_ref in enumerate(sums):
                     plgpu.wgmma(sum_ref, mine, w_smem.at[slot, which])
                 plgpu.wgmma_wait(0)
@@ -269,27 +294,38 @@ def _stream(
                 plgpu.wait_smem_to_gmem(buffers - 1, wait_read_only=True)
                 staged[...] = y[:, start : start + columns]
                 plgpu.commit_smem()
-                where = pl.ds(lax.axis_index("tile") * tile + start, columns)
-                target = o_ref.at[part, pl.ds(worker * ROWS, ROWS), where]
+                where = pl.ds(start_column + start, columns)
+                target = o_ref.at[part, pl.ds(worker * each, each), where]
                 plgpu.copy_smem_to_gmem(staged, target)
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(worker < workers)
         def _():
-            pl.run_scoped(multiply, *[plgpu.ACC((ROWS, tile), jnp.float32)] * weights)
+            if each > ROWS:
+                plgpu.set_max_registers(232, action="increase")
+            pl.run_scoped(multiply, *[plgpu.ACC((each, tile), jnp.float32)] * weights)
 
         @pl.when(worker == workers)
         def _():
+            if each > ROWS:
+                plgpu.set_max_registers(40, action="decrease")
             load()
 
     # Seen in profiles.
     stream_kernel.__name__ = stream_kernel.__qualname__ = kernel_name(k, n, plan, gated=gated)
     bf16 = jnp.bfloat16
+    freed: Any = plgpu.Barrier(num_arrivals=workers, num_barriers=stages)
+    if cluster > 1:  # what one block reads overwrites shared memory of all of them
+        freed = plgpu.ClusterBarrier(
+            collective_axes=("tile",), num_arrivals=workers, num_barriers=stages
+        )
     y = plgpu.kernel(
         stream_kernel,
         out_type=jax.ShapeDtypeStruct((parts, m, n), dtype),
-        grid=(n // tile, parts),
-        grid_names=("tile", "part"),
+        grid=(n // tile // cluster, parts),
+        grid_names=("tiles", "part"),
+        cluster=(cluster,),
+        cluster_names=("tile",),
         num_threads=workers + 1,
         thread_name="wg",
         scratch_types=(
@@ -297,10 +333,10 @@ def _stream(
             plgpu.SMEM((stages, rows, DEPTH), bf16, transforms=mosaic.tiles(tile, bf16)),
             plgpu.SMEM((stages, weights, DEPTH, tile), bf16, transforms=mosaic.tiles(tile, bf16)),
             plgpu.SMEM(
-                (workers, buffers, ROWS, columns), dtype, transforms=mosaic.tiles(columns, dtype)
+                (workers, buffers, each, columns), dtype, transforms=mosaic.tiles(columns, dtype)
             ),
             plgpu.Barrier(num_arrivals=weights + 1, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=workers, num_barriers=stages),
+            freed,
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,

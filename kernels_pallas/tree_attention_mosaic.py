@@ -111,6 +111,10 @@ def _partial(
     weight_rows = 8 if interpret is None else ROWS  # 8 are the least that a tiled buffer has
     room = mosaic.SHARED_BYTES - SMALL - 4 * stages * keys * h - 2 * workers * ROWS * h
     part_bytes = 4 * workers * ROWS * PART  # of the output on its way to memory
+    # Rows that copies read: what lies outside an array costs them more time than what is in it.
+    # Queries of nobody and keys that are hidden may be anything; hidden values must be finite.
+    asked = min(nodes, -(-n // 8) * 8)
+    aside_rows = -(-m // 8) * 8, ASIDE
     apart = m <= ASIDE and part_bytes + 4 * ASIDE * h <= room
     parts = min(h // PART, (room - 4 * ASIDE * h * apart) // part_bytes)
     chunk = min(h, 128)  # columns of the output per accumulator
@@ -133,16 +137,17 @@ def _partial(
             where = (batch, head, pl.ds(key_tile * keys, keys))
             return k_ref.at[where], v_ref.at[where]
 
-        def of_beside(start, count):
+        def of_beside(start, *counts):
             return tuple(
                 qkv_ref.at[batch, pl.ds(start, count), pl.ds(column + (g + i) * h, h)]
-                for i in range(2)
+                for i, count in enumerate(counts)
             )
 
         def copy_aside():
             *buffers, full = aside
-            for i, source in enumerate(of_beside(0, ASIDE)):
-                plgpu.copy_gmem_to_smem(source, buffers[i], full.at[i])
+            for i, source in enumerate(of_beside(0, *aside_rows)):
+                target = buffers[i].at[pl.ds(0, aside_rows[i])]
+                plgpu.copy_gmem_to_smem(source, target, full.at[i])
 
         def copy_first():
             for source, (buffer, full, _) in zip(of_prefix(split), ring, strict=True):
@@ -228,9 +233,9 @@ def _partial(
             q_smem, o_smem = q_smem2.at[worker], o_smem2.at[worker]
             for j in range(g):
                 source = qkv_ref.at[
-                    batch, pl.ds(m - n + tile * nodes, nodes), pl.ds(column + j * h, h)
+                    batch, pl.ds(m - n + tile * nodes, asked), pl.ds(column + j * h, h)
                 ]
-                part = q_smem.at[pl.ds(j * nodes, nodes)]
+                part = q_smem.at[pl.ds(j * nodes, asked)]
                 plgpu.copy_gmem_to_smem(source, part, q_full.at[worker])
             plgpu.barrier_wait(q_full.at[worker])
 
@@ -366,7 +371,7 @@ def _partial(
             loop(
                 0,
                 beside,
-                lambda i: fetch(inners + edges + i, of_beside(beside_tile(i) * keys, keys)),
+                lambda i: fetch(inners + edges + i, of_beside(beside_tile(i) * keys, keys, keys)),
             )
             # Warpgroups end together, with no phase of a barrier left unseen.
             steps = inners + edges + beside

@@ -331,8 +331,8 @@ def test_products_without_a_kernel_are_refused(shape, capsys, monkeypatch):
 
 def test_products_of_the_kernel_are_told_apart(monkeypatch):
     """The times of one way to divide must not be taken for another's."""
-    plans = [matmul.Schedule(64, 2), matmul.Schedule(64, 2, 2), matmul.Schedule(256, 2)]
-    names = ["stream_512x256_64_2_1_mosaic_gpu_kernel", "stream_512x256_64_2_2_mosaic_gpu_kernel"]
+    plans = [matmul.Schedule(64, 2), matmul.Schedule(64, 2, 8, 2), matmul.Schedule(256, 2)]
+    names = [f"stream_512x256_64_2_8_{cluster}_mosaic_gpu_kernel" for cluster in (1, 2)]
     kernels = tuple(profile.Kernel(name, 4, 4.0 * (i + 1)) for i, name in enumerate(names))
     monkeypatch.setattr(profile, "traced", lambda work: profile.Profile(1.0, 1.0, kernels))
     monkeypatch.setattr(matmul, "split_matmul", lambda x, w, plan: x @ w)

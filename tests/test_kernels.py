@@ -206,6 +206,8 @@ def test_unsupported_attention_says_why(changes, reason):
         (1, 256, 128, matmul.Schedule(128, 2)),
         (20, 1088, 192, matmul.Schedule(64, 1, 3)),
         (72, 192, 256, matmul.Schedule(256, 2)),
+        (3, 320, 256, matmul.Schedule(64, 2, 2, cluster=2)),
+        (72, 256, 512, matmul.Schedule(128, 1, cluster=2)),
     ],
 )
 def test_split_matmul_equals_the_reference(m, k, n, plan):
@@ -215,10 +217,19 @@ def test_split_matmul_equals_the_reference(m, k, n, plan):
     close(got.sum(axis=0), np.asarray(x, np.float32) @ np.asarray(w, np.float32), 1e-3)
 
 
-@pytest.mark.parametrize(("m", "tile"), [(5, 128), (70, 64), (128, 96)])
-def test_gated_matmul_equals_the_reference(m, tile):
+@pytest.mark.parametrize(
+    ("m", "plan"),
+    [
+        (5, matmul.Schedule(128, 1)),
+        (70, matmul.Schedule(64, 1)),
+        (128, matmul.Schedule(96, 1)),
+        (40, matmul.Schedule(64, 1, 2, cluster=2)),
+        (200, matmul.Schedule(96, 1, cluster=2)),
+    ],
+)
+def test_gated_matmul_equals_the_reference(m, plan):
     x, w = normal(0, m, 192), normal(1, 192, 2, 384) * 0.1
-    got = interpreted(matmul.gated_matmul, x, w, plan=matmul.Schedule(tile, 1))
+    got = interpreted(matmul.gated_matmul, x, w, plan=plan)
     gate, up = (np.asarray(x, np.float32) @ np.asarray(w[:, i], np.float32) for i in range(2))
     assert got.dtype == jnp.bfloat16
     want = gate / (1 + np.exp(-gate)) * up
@@ -242,10 +253,15 @@ def test_a_gate_far_off_zero_shuts_or_passes():
 @pytest.mark.parametrize("m", [1, 16, 33, 64, 128])
 def test_products_lower_for_hopper(m):
     assert lowered(matmul.split_matmul, normal(0, m, 512), normal(0, 512, 6144)) == 1
-    assert lowered(matmul.gated_matmul, normal(0, m, 512), normal(0, 512, 2, 3072)) == 1
+    assert lowered(matmul.gated_matmul, normal(0, m, 512), normal(0, 512, 2, 12288)) == 1
 
 
-@pytest.mark.parametrize("rows", [16, 64, 128])
+@pytest.mark.parametrize("m", [129, 250, 256])
+def test_gated_products_of_many_rows_lower_for_hopper(m):
+    assert lowered(matmul.gated_matmul, normal(0, m, 512), normal(0, 512, 2, 12288)) == 1
+
+
+@pytest.mark.parametrize("rows", [1, 16, 32, 64, 128])
 @pytest.mark.parametrize(
     ("k", "n", "gated"),
     [
@@ -272,15 +288,35 @@ def test_small_weights_have_schedules(k, n, gated):
     assert plan.parts >= 1
 
 
-def test_a_gated_product_of_more_than_one_wave_is_left_to_xla():
-    assert matmul.preferred(64, 4096, 12288, gated=True)
-    assert not matmul.preferred(64, 5120, 17408, gated=True)
+@pytest.mark.parametrize("rows", [16, 64, 128])
+def test_a_gated_product_of_more_than_one_wave_is_left_to_xla(rows):
+    assert matmul.preferred(rows, 4096, 12288, gated=True)
+    assert not matmul.preferred(rows, 5120, 17408, gated=True)
 
 
-def test_a_plan_without_room_for_two_stages_is_refused():
-    x, w = normal(0, 128, 512), normal(0, 512, 512)
-    with pytest.raises(ValueError, match="2 are needed"):
-        matmul.split_matmul(x, w, plan=matmul.Schedule(256, 1, 3))
+@pytest.mark.parametrize("rows", [1, 8, 129, 224, 257, 512])
+def test_few_and_many_rows_are_left_to_xla(rows):
+    assert not matmul.preferred(rows, 4096, 4096)
+    supported = matmul.unsupported_reason(rows, 4096, 12288, jnp.bfloat16, gated=True) is None
+    assert not (supported and matmul.preferred(rows, 4096, 12288, gated=True))
+
+
+@pytest.mark.parametrize("rows", [1, 20, 64, 128, 200, 256])
+@pytest.mark.parametrize("n", [64, 192, 6144, 9728, 12288, 14336, 17408])
+def test_what_a_gated_product_chooses_fits(rows, n):
+    """The blocks of clusters are whole, and sums leave the registers room."""
+    if matmul.unsupported_reason(rows, 512, n, jnp.bfloat16, gated=True) is not None:
+        assert rows > matmul.MAX_ROWS
+        return
+    plan = matmul.schedule(rows, 512, n, gated=True)
+    assert n % (plan.tile * plan.cluster) == 0
+    assert plan.tile * (2 if rows > matmul.MAX_ROWS else 1) <= 192
+
+
+def test_a_plan_without_registers_for_its_sums_is_refused():
+    x, w = normal(0, 136, 512), normal(0, 512, 2, 512)
+    with pytest.raises(ValueError, match="too few registers with 136 rows"):
+        matmul.gated_matmul(x, w, plan=matmul.Schedule(128, 1))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 16, 129, 256, 512])
@@ -308,6 +344,8 @@ def test_unsupported_products_say_why():
     assert "129 rows" in matmul.unsupported_reason(129, 64, 64, jnp.bfloat16)
     assert "float32" in matmul.unsupported_reason(1, 64, 64, jnp.float32)
     assert "96 x 64" in matmul.unsupported_reason(1, 96, 64, jnp.bfloat16)
+    assert "129 rows" in matmul.unsupported_reason(129, 64, 64, jnp.bfloat16, gated=True)
+    assert "257 rows" in matmul.unsupported_reason(257, 64, 192, jnp.bfloat16, gated=True)
     assert matmul.unsupported_reason(128, 64, 64, jnp.bfloat16) is None
 
 

@@ -72,9 +72,10 @@ def _norm(x: np.ndarray, weight: jax.Array, eps: float, centred: bool) -> np.nda
     return x * scale * (_wide(weight) + centred)
 
 
-def _takes(kernels: Kernels, x: jax.Array, n: int) -> bool:
+def _takes(kernels: Kernels, x: jax.Array, n: int, *, gated: bool = False) -> bool:
     """Whether a product is the kernel's, which it is here also where XLA's is preferred."""
-    return kernels.mosaic and matmul.unsupported_reason(x.shape[0], x.shape[1], n, x.dtype) is None
+    reason = matmul.unsupported_reason(*x.shape, n, x.dtype, gated=gated)
+    return kernels.mosaic and reason is None
 
 
 def product(config: DecoderConfig, nodes: int) -> Case:
@@ -103,7 +104,7 @@ def gated_product(config: DecoderConfig, nodes: int) -> Case:
     x, (w, wide) = _normal(0, nodes, d), _weight(2, d, 2, f)
 
     def run(kernels: Kernels, x, w) -> jax.Array:
-        if _takes(kernels, x, w.shape[-1]):
+        if _takes(kernels, x, w.shape[-1], gated=True):
             return matmul.gated_matmul(x, w)
         return matmul.gated_reference(x, w)
 

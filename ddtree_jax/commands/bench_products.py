@@ -22,6 +22,7 @@ from kernels_pallas.dispatch import unavailable_reason
 from kernels_pallas.matmul import Schedule
 
 WEIGHT_BYTES = 2**28  # copies of a weight are read in turn, so that no cache holds the next one
+MOST_ROWS = 256  # the kernel takes no more
 BEST = 4  # ways that the table shows of each product
 
 
@@ -96,6 +97,8 @@ def kernel_times(
     with ThreadPoolExecutor() as pool:
         built = dict(zip(plans, pool.map(build, plans), strict=True))
     ready = {plan: program for plan, program in built.items() if program is not None}
+    if not ready:
+        return {}
     for program in ready.values():
         jax.block_until_ready(program(x_mk, *weights))
     seen = profile.traced(lambda: [program(x_mk, *weights) for program in ready.values()])
@@ -119,13 +122,13 @@ def run(args) -> int:
     if reason := unavailable_reason():
         raise InputError(f"bench.py products needs the kernels: {reason}")
     counts = number_list("--rows", args.rows)
-    if max(counts) > matmul.MAX_ROWS:
-        raise InputError(f"--rows is {max(counts)}; expected at most {matmul.MAX_ROWS}")
+    if max(counts) > MOST_ROWS:
+        raise InputError(f"--rows is {max(counts)}; expected at most {MOST_ROWS}")
     if args.tp < 1:
         raise InputError(f"--tp is {args.tp}; expected at least 1")
     wanted = products(SHAPES[args.shape][0].for_shards(args.tp), args.tp)
     for _, k, n, _ in wanted:
-        if reason := matmul.unsupported_reason(max(counts), k, n, jnp.bfloat16):
+        if reason := matmul.unsupported_reason(1, k, n, jnp.bfloat16):
             raise InputError(f"--shape is {args.shape}, with {reason}")
     rows: list[dict[str, Any]] = []
     with shell.console(stderr=True).status("Reading") as status:
@@ -133,16 +136,17 @@ def run(args) -> int:
         for product, count in itertools.product(wanted, counts):
             name, k, n, gated = product
             status.update(f"Measuring {name}, {count} rows")
-            weights, x = product.weights(), jnp.ones((count, k), jnp.bfloat16)
-            chosen = matmul.schedule(count, k, n, gated=gated)
-            plans = [
-                plan
-                for plan in matmul.schedules(k, n, gated=gated)
-                if 2 / 3 * matmul.MULTIPROCESSORS * plan.resident
-                < n // plan.tile * plan.parts
-                <= matmul.MULTIPROCESSORS * plan.resident
-            ]
-            plans = sorted({*plans, chosen})
+            # Not all the same: products of equal numbers take less power, so a higher clock.
+            x = jax.random.normal(jax.random.key(count), (count, k)).astype(jnp.bfloat16)
+            weights, chosen, plans = product.weights(), None, []
+            if not matmul.unsupported_reason(count, k, n, x.dtype, gated=gated):
+                chosen = matmul.schedule(count, k, n, gated=gated)
+                plans = [
+                    plan
+                    for plan in matmul.schedules(k, n, gated=gated)
+                    if 2 / 3 < n // plan.tile * plan.parts / matmul.MULTIPROCESSORS <= 1
+                ]
+                plans = sorted({*plans, chosen})
             times = kernel_times(product, x, weights, plans)
             rows.append(
                 {
@@ -152,9 +156,9 @@ def run(args) -> int:
                     "rows": count,
                     "floor_us": 1e6 * product.bytes / bandwidth,
                     "xla_us": xla_time(product, x, weights),
-                    "chosen": chosen._asdict(),
-                    "chosen_us": times.get(chosen),
-                    "preferred": matmul.preferred(count, k, n, gated=gated),
+                    "chosen": chosen and chosen._asdict(),
+                    "chosen_us": chosen and times.get(chosen),
+                    "preferred": chosen is not None and matmul.preferred(count, k, n, gated=gated),
                     "kernel": [
                         {**plan._asdict(), "us": us}
                         for plan, us in sorted(times.items(), key=lambda item: item[1])
@@ -165,14 +169,14 @@ def run(args) -> int:
     table = Table(
         title=f"Products of a layer of {args.shape}{shard}, us on one "
         f"{jax.devices()[0].device_kind}; reads at {bandwidth / 1e9:.0f} GB/s. The kernel in its "
-        "best ways: columns of a tile x parts x blocks of a multiprocessor; *: preferred to XLA"
+        "best ways: columns of a tile x parts x stages x cluster; *: preferred to XLA; -: no kernel"
     )
     for column in ("product", "rows", "floor", "XLA", "kernel as chosen"):
         table.add_column(column, justify="left" if column == "product" else "right")
     table.add_column("its best ways")
     for row in rows:
         best = (
-            f"{way['us']:.1f} ({way['tile']}x{way['parts']}x{way['resident']})"
+            f"{way['us']:.1f} ({way['tile']}x{way['parts']}x{way['stages']}x{way['cluster']})"
             for way in row["kernel"]
         )
         as_chosen = "-" if row["chosen_us"] is None else f"{row['chosen_us']:.1f}"
