@@ -23,7 +23,6 @@ MAX_ROWS = 128  # beyond, reading the rows again for every tile of columns costs
 # But for gated products of tiles of 96 columns, up to twice as many: SwiGLU saves a kernel, and
 # wider tiles would leave too few registers.
 MANY_ROWS_TILE = 96
-NARROW_ROWS = 32  # up to which clusters take wide tiles before ones that fill the GPU better
 
 
 def reference(
@@ -157,11 +156,12 @@ def schedule(rows: int, k: int, n: int, *, gated: bool = False) -> Schedule:
 
     Blocks should fill the multiprocessors once. Wide tiles read the rows less often. Every part
     costs a write and a read of its partial sums. Gated products of up to 64 rows are fastest in
-    clusters, with few reads under way: for 4096 x 2 x 12288 on an H200 and 16, 32 and 64 rows 48.8,
-    49.0 and 51.5 us, where 8 stages without clusters take 52.8, 52.6 and 53.4.
+    clusters, with few reads under way and tiles that a whole swizzle spans: for 4096 x 2 x 12288
+    on an H200 and 16, 32 and 64 rows 48.8, 49.0 and 49.4 us, where 8 stages without clusters take
+    52.8, 52.7 and 53.4.
     """
     if gated and rows <= ROWS:
-        for tile in (128, 96) if rows <= NARROW_ROWS else (96, 128):
+        for tile in (128, 96):
             if n % (2 * tile) == 0 and _fills_once(n, tile):
                 return Schedule(tile, 1, stages=3, cluster=2)
     if gated and rows > MAX_ROWS:

@@ -2,7 +2,9 @@
 
 Hopper's wgmma multiplies 64 rows at a time. Tensor copies (TMA) move boxes of rows and columns;
 what lies outside an array reads as zero and is not written, so that arrays need no padding to 64
-rows. Only copies of boxes in swizzled tiles of 8 rows need 8 rows, or fewer, or a multiple.
+rows. But to read it takes some 2 ns a row (H200), more than to read what is inside: where the rest
+of a buffer may be anything, a box should end with its array. Only copies of boxes in swizzled tiles
+of 8 rows need 8 rows, or fewer, or a multiple.
 
 Kernels are functions under `jax.jit`, so that a program of many layers traces and lowers each once.
 """
