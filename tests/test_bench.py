@@ -342,6 +342,28 @@ def test_products_of_the_kernel_are_told_apart(monkeypatch):
     assert times == {plans[0]: 1.0, plans[1]: 2.0}
 
 
+def test_products_that_the_kernel_does_not_take_are_xlas(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_products, "unavailable_reason", lambda: None)
+    monkeypatch.setattr(bench_products, "WEIGHT_BYTES", 0)
+    monkeypatch.setattr(bench_products, "read_bandwidth", lambda: 1e12)
+    monkeypatch.setattr(bench_products, "xla_time", lambda *_: 3.0)
+
+    def times(product, x, weights, plans):
+        return {plan: float(i) for i, plan in enumerate(plans)}
+
+    monkeypatch.setattr(bench_products, "kernel_times", times)
+    path = tmp_path / "products.json"
+    options = ["--shape", "smollm2-135m", "--rows", "64,256", "--json", str(path)]
+    assert main(["products", *options]) == 0
+    rows = {(row["product"], row["rows"]): row for row in json.loads(path.read_text())["rows"]}
+    assert rows["o", 64]["chosen"] == matmul.schedule(64, 576, 576)._asdict()
+    assert rows["o", 64]["chosen_us"] is not None
+    many = rows["o", 256]
+    assert (many["chosen"], many["chosen_us"], many["kernel"]) == (None, None, [])
+    assert not many["preferred"]
+    assert rows["gate, up", 256]["chosen"]["tile"] == matmul.MANY_ROWS_TILE
+
+
 def test_kernels_are_checked_where_they_run(capsys):
     assert main(["kernels"]) == 2
     assert "needs the kernels: the device is a cpu" in capsys.readouterr().err

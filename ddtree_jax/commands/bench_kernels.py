@@ -74,7 +74,8 @@ def _norm(x: np.ndarray, weight: jax.Array, eps: float, centred: bool) -> np.nda
 
 def _takes(kernels: Kernels, x: jax.Array, n: int, *, gated: bool = False) -> bool:
     """Whether a product is the kernel's, which it is here also where XLA's is preferred."""
-    reason = matmul.unsupported_reason(*x.shape, n, x.dtype, gated=gated)
+    rows, k = x.shape
+    reason = matmul.unsupported_reason(rows, k, n, x.dtype, gated=gated)
     return kernels.mosaic and reason is None
 
 
