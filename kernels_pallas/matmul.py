@@ -19,6 +19,7 @@ from kernels_pallas.mosaic import MULTIPROCESSORS, ROWS
 DEPTH = 64  # of the contracted axis per step
 NEARLY_ALL = 128  # multiprocessors that have work, so that dividing further does not pay
 LEAST_DEPTH = 256  # of a part that XLA multiplies
+LEAST_FILLED = 0.7  # of the multiprocessors, for a gated product to be worth its kernel
 MAX_ROWS = 128  # beyond, reading the rows again for every tile of columns costs more than it saves
 # But for gated products of tiles of 96 columns, up to twice as many: SwiGLU saves a kernel, and
 # wider tiles would leave too few registers.
@@ -111,10 +112,13 @@ def preferred(rows: int, k: int, n: int, *, gated: bool = False) -> bool:
     if not gated:
         return 16 < rows <= MAX_ROWS
     plan = schedule(rows, k, n, gated=True)
+    filled = n // plan.tile / MULTIPROCESSORS
     if plan.cluster > 1:
-        return 16 <= rows <= MAX_ROWS or rows > 224
+        worth = 16 <= rows <= ROWS or 224 < rows <= 2 * MAX_ROWS
+        return worth and LEAST_FILLED < filled <= 1
     small = rows <= ROWS and 2 * k * n <= 2**26  # XLA's second kernel, for the activation, counts
-    return rows > 16 and plan.tile >= (64 if small else 96) and _fills_once(n, plan.tile)
+    least = LEAST_FILLED if rows > ROWS or small else 0.9
+    return 16 < rows <= MAX_ROWS and plan.tile >= (64 if small else 96) and least < filled <= 1
 
 
 class Schedule(NamedTuple):
@@ -146,10 +150,6 @@ def schedules(k: int, n: int, *, gated: bool = False) -> list[Schedule]:
     ]
 
 
-def _fills_once(n: int, tile: int) -> bool:
-    return 0.7 < n // tile / MULTIPROCESSORS <= 1
-
-
 @functools.cache
 def schedule(rows: int, k: int, n: int, *, gated: bool = False) -> Schedule:
     """How to divide a weight for `rows` rows; fitted to `bench.py products`.
@@ -162,9 +162,9 @@ def schedule(rows: int, k: int, n: int, *, gated: bool = False) -> Schedule:
     """
     if gated and rows <= ROWS:
         for tile in (128, 96):
-            if n % (2 * tile) == 0 and _fills_once(n, tile):
+            if n % (2 * tile) == 0 and LEAST_FILLED < n / tile / MULTIPROCESSORS <= 1:
                 return Schedule(tile, 1, stages=3, cluster=2)
-    if gated and rows > MAX_ROWS:
+    if gated and rows > MAX_ROWS and n % (2 * MANY_ROWS_TILE) == 0:
         return Schedule(MANY_ROWS_TILE, 1, cluster=2)
     padded = -(-rows // ROWS) * ROWS
 
@@ -238,7 +238,7 @@ def _stream(
     stored_bytes = workers * buffers * each * columns * jnp.dtype(dtype).itemsize
     stage_bytes = 2 * DEPTH * (rows + weights * tile)
     stages = min(most_stages, share, (mosaic.SHARED_BYTES - stored_bytes) // stage_bytes)
-    if m > MAX_ROWS and weights * tile > 2 * MANY_ROWS_TILE:
+    if workers > 2 or (each > ROWS and weights * tile > 2 * MANY_ROWS_TILE):
         raise ValueError(f"{plan} leaves too few registers with {m} rows")
 
     def stream_kernel(x_ref, w_ref, o_ref, x_smem, w_smem, o_smem, full, free):
@@ -302,13 +302,13 @@ def _stream(
         @pl.when(worker < workers)
         def _():
             if each > ROWS:
-                plgpu.set_max_registers(232, action="increase")
+                plgpu.set_max_registers(mosaic.COMPUTING_REGISTERS, action="increase")
             pl.run_scoped(multiply, *[plgpu.ACC((each, tile), jnp.float32)] * weights)
 
         @pl.when(worker == workers)
         def _():
             if each > ROWS:
-                plgpu.set_max_registers(40, action="decrease")
+                plgpu.set_max_registers(mosaic.COPYING_REGISTERS, action="decrease")
             load()
 
     # Seen in profiles.

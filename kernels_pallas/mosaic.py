@@ -18,6 +18,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 ROWS = 64  # the m of wgmma
 MULTIPROCESSORS = 132  # of an H200
 SHARED_BYTES = 225 * 1024  # for buffers, of the 227 KiB a block may have
+# A thread's, where two warpgroups compute and one copies: each begins with 168, which is what three
+# can have, and waits for what it asks for.
+COMPUTING_REGISTERS = 232
+COPYING_REGISTERS = 40
 WGMMA = plgpu.Layout.WGMMA
 ROW_VECTOR = plgpu.Layout.WGMMA.reduce(1)  # one value per row of a [64, n] array
 COLUMN_VECTOR = plgpu.Layout.WGMMA.reduce(0)

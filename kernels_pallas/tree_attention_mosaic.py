@@ -386,13 +386,13 @@ def _partial(
         @pl.when(jnp.logical_not(is_loader))
         def _():
             if workers == 2:
-                plgpu.set_max_registers(232, action="increase")
+                plgpu.set_max_registers(mosaic.COMPUTING_REGISTERS, action="increase")
             compute()
 
         @pl.when(is_loader)
         def _():
             if workers == 2:
-                plgpu.set_max_registers(40, action="decrease")
+                plgpu.set_max_registers(mosaic.COPYING_REGISTERS, action="decrease")
             load()
 
     stats = jax.ShapeDtypeStruct((splits, z, rows), jnp.float32)

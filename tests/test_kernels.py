@@ -28,6 +28,7 @@ from kernels_pallas import (
     exchange,
     filters,
     matmul,
+    mosaic,
     rows,
     sample,
     tree_attention,
@@ -297,12 +298,44 @@ def test_a_gated_product_of_more_than_one_wave_is_left_to_xla(rows):
 @pytest.mark.parametrize("rows", [1, 8, 129, 224, 257, 512])
 def test_few_and_many_rows_are_left_to_xla(rows):
     assert not matmul.preferred(rows, 4096, 4096)
-    supported = matmul.unsupported_reason(rows, 4096, 12288, jnp.bfloat16, gated=True) is None
-    assert not (supported and matmul.preferred(rows, 4096, 12288, gated=True))
+    assert not matmul.preferred(rows, 4096, 12288, gated=True)
+
+
+def test_rows_that_xla_pads_to_256_are_the_kernels_where_it_fills_the_gpu(monkeypatch):
+    assert matmul.preferred(256, 4096, 12288, gated=True)
+    assert not matmul.preferred(256, 4096, 6144, gated=True)
+    assert not matmul.preferred(256, 5120, 17408, gated=True)
+    monkeypatch.setattr(matmul, "gated_matmul", lambda *_, **__: "the kernel")
+    x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((256, 4096), (4096, 2, 12288)))
+    assert Kernels(mosaic=True).gated_matmul(x, w) == "the kernel"
+
+
+@pytest.mark.parametrize(("m", "cluster"), [(64, 1), (64, 2), (200, 2)])
+def test_blocks_of_a_cluster_read_rows_together_and_free_them_together(m, cluster, monkeypatch):
+    """The interpreter knows neither clusters nor registers; a GPU gives wrong sums or hangs."""
+    seen = {"copy_gmem_to_smem": [], "ClusterBarrier": [], "set_max_registers": []}
+
+    def recorded(name, original, *arguments, **options):
+        seen[name].append((arguments, options))
+        return original(*arguments, **options)
+
+    for name in seen:
+        monkeypatch.setattr(plgpu, name, functools.partial(recorded, name, getattr(plgpu, name)))
+    plan = matmul.Schedule(96, 1, 3, cluster)
+    x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((m, 512), (512, 2, 192)))
+    jax.eval_shape(functools.partial(matmul._stream, plan=plan, gated=True, interpret=None), x, w)
+    axes = [options.get("collective_axes") for _, options in seen["copy_gmem_to_smem"]]
+    barriers = [options for _, options in seen["ClusterBarrier"]]
+    assert axes == [None, None, "tile" if cluster > 1 else None]  # gate, up, rows
+    assert [each["collective_axes"] for each in barriers] == [("tile",)] * (cluster - 1)
+    assert all(each["num_arrivals"] == (1 if m == 64 else 2) for each in barriers)
+    registers = sorted(number for (number,), _ in seen["set_max_registers"])
+    assert registers == ([40, 232] if m > 128 else [])
+    assert mosaic.COPYING_REGISTERS + 2 * mosaic.COMPUTING_REGISTERS <= 3 * 168
 
 
 @pytest.mark.parametrize("rows", [1, 20, 64, 128, 200, 256])
-@pytest.mark.parametrize("n", [64, 192, 6144, 9728, 12288, 14336, 17408])
+@pytest.mark.parametrize("n", [64, 192, 6144, 9728, 12160, 12288, 14336, 17408])
 def test_what_a_gated_product_chooses_fits(rows, n):
     """The blocks of clusters are whole, and sums leave the registers room."""
     if matmul.unsupported_reason(rows, 512, n, jnp.bfloat16, gated=True) is not None:
@@ -314,9 +347,10 @@ def test_what_a_gated_product_chooses_fits(rows, n):
 
 
 def test_a_plan_without_registers_for_its_sums_is_refused():
-    x, w = normal(0, 136, 512), normal(0, 512, 2, 512)
-    with pytest.raises(ValueError, match="too few registers with 136 rows"):
-        matmul.gated_matmul(x, w, plan=matmul.Schedule(128, 1))
+    for m, tile in ((136, 128), (264, 64)):
+        x, w = normal(0, m, 512), normal(0, 512, 2, 512)
+        with pytest.raises(ValueError, match=f"too few registers with {m} rows"):
+            matmul.gated_matmul(x, w, plan=matmul.Schedule(tile, 1))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 16, 129, 256, 512])

@@ -91,7 +91,7 @@ def kernel_times(
 
         try:
             return jax.jit(all_of_them).lower(x_mk, *weights).compile()
-        except ValueError:  # no room for its stages
+        except ValueError:  # too few registers
             return None
 
     with ThreadPoolExecutor() as pool:
