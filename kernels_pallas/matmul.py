@@ -196,6 +196,9 @@ def split_matmul(
       x_mk, w_kn: bfloat16; see `unsupported_reason`.
       plan: default: what fills the GPU.
       interpret: `plgpu.InterpretGPUParams` to run on a CPU.
+
+    Raises:
+      ValueError: the sums of so many rows and columns have no room in registers.
     """
     plan = plan or schedule(x_mk.shape[0], *w_kn.shape)
     return _stream(x_mk, w_kn[:, None], plan, gated=False, interpret=interpret)
