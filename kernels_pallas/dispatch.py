@@ -93,7 +93,8 @@ class Kernels:
         centred: bool = False,
     ) -> jax.Array:
         arguments = (parts_smc, tables, norms, eps, shape, dtype)
-        if self.mosaic and rows.head_rows_unsupported(shape[2], dtype) is None:
+        half = tables[0].shape[1]
+        if self.mosaic and rows.head_rows_unsupported(shape, half, dtype) is None:
             return rows.head_rows(*arguments, centred=centred, interpret=self.interpret)
         return rows.head_rows_reference(*arguments, centred=centred)
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 ROWS = 64  # the m of wgmma
+WARPS = 4  # of a warpgroup
 MULTIPROCESSORS = 132  # of an H200
 SHARED_BYTES = 225 * 1024  # for buffers, of the 227 KiB a block may have
 # A thread's, where two warpgroups compute and one copies: each begins with 168, which is what three
@@ -32,6 +33,20 @@ def tiles(columns: int, dtype) -> tuple[Any, ...]:
     width = jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(columns * width * 8)
     return (plgpu.TilingTransform((8, swizzle // width)), plgpu.SwizzleTransform(swizzle))
+
+
+def row_of_warp(columns: int):
+    """Layout of [4, columns] where each warp has a row: sums along it need no other warp.
+
+    columns: a multiple of 32.
+    """
+    vector = next(v for v in (4, 2, 1) if columns % (32 * v) == 0)
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((WARPS, 32 * vector), (vector,))),
+        warp_dims=(-3,),
+        lane_dims=(-2,),
+        vector_dim=-1,
+    )
 
 
 def pad_rows(x: jax.Array, axis: int = 0) -> jax.Array:

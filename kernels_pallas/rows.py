@@ -11,7 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.mosaic import MULTIPROCESSORS
+from kernels_pallas import mosaic
+from kernels_pallas.mosaic import WARPS
 
 
 def total(parts_smd: jax.Array, dtype) -> jax.Array:
@@ -94,11 +95,16 @@ def add_norm_unsupported(d: int, dtype) -> str | None:
     return f"rows of {d}; the kernel takes multiples of 128" if d % 128 else None
 
 
-def head_rows_unsupported(h: int, dtype) -> str | None:
-    """Why `head_rows` cannot make heads of h, or None."""
+def head_rows_unsupported(shape: tuple[int, int, int], half: int, dtype) -> str | None:
+    """Why `head_rows` cannot make heads of `shape` of which 2 * half dimensions rotate, or None."""
+    k, slots, h = shape
     if dtype != jnp.bfloat16:
         return f"{jnp.dtype(dtype).name}; the kernel makes bfloat16"
-    return f"head size {h}; the kernel takes multiples of 128" if h % 128 else None
+    if k * slots % WARPS:
+        return f"{k * slots} heads; the kernel takes multiples of {WARPS}"
+    if half % 32 or h % 32:
+        return f"head size {h}, {2 * half} of it rotated; the kernel takes multiples of 64"
+    return None
 
 
 def row_sum_and_norm(x, y, weight, eps: float, centred: bool) -> tuple[jax.Array, jax.Array]:
@@ -160,82 +166,73 @@ def head_rows(
 ) -> jax.Array:
     """The kernel; arguments as for the reference.
 
-    A block has one KV head's group of one row, or one head of it where rows are so few that the
-    blocks of all heads run at the same time.
+    A warp has one head of a row, and each of its lanes as much of the first half of what rotates as
+    of the second, so that warps tell each other nothing.
     """
     groups, slots, h = shape
-    s, m, columns = parts_smc.shape
-    half = tables[0].shape[1]
-    # As wide as a head: what is not rotated is multiplied by 1.
-    cos, sin = (
-        jnp.concatenate([t, t, jnp.full((m, h - 2 * half), rest, jnp.float32)], axis=1)
-        for t, rest in zip(tables, (1.0, 0.0), strict=True)
-    )
-    width = h + 2 * half  # a head with room on both sides, to be read from half a rotation off
-    single = m * groups * slots <= 8 * MULTIPROCESSORS
-    heads = 1 if single else slots  # of a block
+    s, m, _ = parts_smc.shape
+    half, heads = tables[0].shape[1], groups * slots
+    pieces = [(0, half), (half, half)] + ([(2 * half, h - 2 * half)] if h > 2 * half else [])
 
     def head_rows_kernel(parts_ref, cos_ref, sin_ref, *refs):
-        norm_refs, (o_ref, heads_smem) = refs[:-2], refs[-2:]
-        row, group, first = (lax.axis_index(axis) for axis in ("row", "group", "head"))
+        norm_refs, o_ref = refs[:-1], refs[-1]
+        row, first = lax.axis_index("row"), lax.axis_index("heads") * WARPS
+
+        def load(ref, *index, layout):
+            part = plgpu.load(ref.at[index], layout=layout, optimized=False)
+            return part.astype(jnp.float32)
+
+        def of_heads(ref, *index):
+            return load(ref, *index, layout=mosaic.row_of_warp(index[-1].size))
+
+        def of_all(ref, *index):
+            """The same for all heads."""
+            width = index[-1].size
+            part = load(ref, *index, layout=mosaic.row_of_warp(width).reduce(0))
+            return lax.broadcast_in_dim(part, (WARPS, width), [1])
 
         def rounded(x):
             return x.astype(jnp.bfloat16).astype(jnp.float32)
 
-        def place(index):
-            return pl.ds((group * slots + first + index) * h, h)
-
-        def total_of(index):
-            parts = (parts_ref[part, row, place(index)].astype(jnp.float32) for part in range(s))
-            return rounded(functools.reduce(lambda a, b: a + b, parts))
-
         # All reads first, so that they are under way together.
-        totals = [total_of(index) for index in range(heads)]
-        cos, sin = cos_ref[row], sin_ref[row]
-        weights = [ref[...].astype(jnp.float32) for ref in norm_refs]
+        places = [(pl.ds(first, WARPS), pl.ds(*piece)) for piece in pieces]
+        parts = [[of_heads(parts_ref, i, row, *place) for i in range(s)] for place in places]
+        cos, sin = (of_all(ref, row, pl.ds(0, half)) for ref in (cos_ref, sin_ref))
+        weights = [[of_all(ref, pl.ds(*piece)) for ref in norm_refs] for piece in pieces]
 
-        def keep(index):
-            o_ref[row, place(index)] = totals[index].astype(jnp.bfloat16)
+        x = [rounded(functools.reduce(lambda a, b: a + b, each)) for each in parts]
+        slot = []
+        for part in x:
+            layout = mosaic.row_of_warp(part.shape[1])
+            index = plgpu.broadcasted_iota(jnp.int32, part.shape, 0, layout=layout)
+            slot.append(lax.rem(first + index, slots))
 
-        def turn(some, key):
-            """Norm and rotation of heads of this block; of them all but `key` are queries."""
+        turned = x
+        if norms is not None:
+            squares = [x[0] * x[0] + x[1] * x[1], *(part * part for part in x[2:])]
+            scale = lax.rsqrt(sum(jnp.sum(part, axis=1) for part in squares) / h + eps)
             turned = []
-            for index in some:
-                x = totals[index]
-                if norms is not None:
-                    scale = lax.rsqrt(jnp.sum(x * x) / h + eps)
-                    weight = weights[index == key]
-                    if centred:
-                        x = rounded(x * scale * (1.0 + weight))
-                    else:
-                        x = rounded(rounded(x * scale) * weight)
-                turned.append(x)
-                heads_smem[pl.ds(index * width + half, h)] = x
-            plgpu.commit_smem()  # every thread reads what others wrote
-            at = lax.broadcasted_iota(jnp.int32, (h,), 0)
-            for index, x in zip(some, turned, strict=True):
-                after = heads_smem[pl.ds(index * width + 2 * half, h)]
-                before = heads_smem[pl.ds(index * width, h)]
-                other = jnp.where(at < half, -after, jnp.where(at < 2 * half, before, 0.0))
-                o_ref[row, place(index)] = (x * cos + other * sin).astype(jnp.bfloat16)
-
-        if single:
-            pl.when(first < slots - 2)(lambda: turn([0], None))
-            pl.when(first == slots - 2)(lambda: turn([0], 0))
-            pl.when(first == slots - 1)(lambda: keep(0))
-        else:
-            keep(slots - 1)
-            turn(range(slots - 1), slots - 2)
+            for part, (of_q, of_k), which in zip(x, weights, slot, strict=True):
+                weight = jnp.where(which == slots - 2, of_k, of_q)
+                scaled = part * lax.broadcast_in_dim(scale, part.shape, [0])
+                if centred:
+                    turned.append(rounded(scaled * (1.0 + weight)))
+                else:
+                    turned.append(rounded(rounded(scaled) * weight))
+        one, other, *rest = turned
+        turned = [one * cos - other * sin, other * cos + one * sin, *rest]
+        for place, part, plain, which in zip(places, turned, x, slot, strict=True):
+            y = jnp.where(which == slots - 1, plain, part)  # values stay as they are
+            o_ref[row, *place] = y.astype(jnp.bfloat16)
 
     y = plgpu.kernel(
         head_rows_kernel,
-        out_type=jax.ShapeDtypeStruct((m, columns), jnp.bfloat16),
-        grid=(m, groups, slots // heads),
-        grid_names=("row", "group", "head"),
+        out_type=jax.ShapeDtypeStruct((m, heads, h), jnp.bfloat16),
+        grid=(m, heads // WARPS),
+        grid_names=("row", "heads"),
         num_threads=1,
         thread_name="wg",
-        scratch_types=(plgpu.SMEM((heads * width,), jnp.float32),),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-    )(parts_smc, cos, sin, *(norms or ()))
+    )(parts_smc.reshape(s, m, heads, h), *tables, *(norms or ()))
     return y.reshape(m, *shape)

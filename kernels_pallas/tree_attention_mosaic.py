@@ -45,7 +45,9 @@ from kernels_pallas.mosaic import COLUMN_VECTOR, MULTIPROCESSORS, ROW_VECTOR, RO
 
 LOWEST = -1e30  # the initial maximum
 LOG2_E = math.log2(math.e)
-LONG = 4096  # cache slots from which wider key tiles pay
+WIDE = 128  # keys of a tile where a block has many; 64 elsewhere
+LONG = 4096  # cache slots from which wide key tiles pay
+DEEP = 6  # wide tiles of the cache per split from which two computing warpgroups want them
 PART = 64  # columns that are stored at a time
 SMALL = 8 * 1024  # bytes of shared memory for statistics, barriers and alignment
 ASIDE = 64  # rows beside the prefix for which there may be buffers of their own
@@ -68,8 +70,8 @@ def unsupported_reason(
 
 
 def key_tile(slots: int, h: int) -> int:
-    """Keys per tile."""
-    return 128 if slots >= LONG and h <= 128 else 64
+    """Keys per tile, at least."""
+    return WIDE if slots >= LONG and h <= 128 else 64
 
 
 def _tile_nodes(g: int) -> int:
@@ -106,8 +108,8 @@ def _partial(
     m, columns = qkv.shape[1:]
     g = columns // (kv_heads * h) - 2
     nodes, z, rows = _tile_nodes(g), b * kv_heads, words.shape[-1]
-    stages = 2 if h == 256 or keys == 128 else 3
-    alternate = workers == 2 and keys == 128
+    stages = 2 if h == 256 or keys == WIDE else 3
+    alternate = workers == 2 and k_cache.shape[2] >= LONG
     weight_rows = 8 if interpret is None else ROWS  # 8 are the least that a tiled buffer has
     room = mosaic.SHARED_BYTES - SMALL - 4 * stages * keys * h - 2 * workers * ROWS * h
     part_bytes = 4 * workers * ROWS * PART  # of the output on its way to memory
@@ -238,6 +240,9 @@ def _partial(
                 part = q_smem.at[pl.ds(j * nodes, asked)]
                 plgpu.copy_gmem_to_smem(source, part, q_full.at[worker])
             plgpu.barrier_wait(q_full.at[worker])
+            # The interpreter multiplies what is in shared memory.
+            in_registers = interpret is None and h <= 128
+            queries = plgpu.load(q_smem, layout=WGMMA) if in_registers else q_smem
 
             def add_product(o, p, values):
                 if interpret is None:
@@ -262,7 +267,7 @@ def _partial(
                 plgpu.barrier_wait(keys_full)
 
                 def scores(acc):
-                    plgpu.wgmma(acc, q_smem, keys_smem.transpose((1, 0)))
+                    plgpu.wgmma(acc, queries, keys_smem.transpose((1, 0)))
                     take_turns()
                     return acc[...]
 
@@ -437,40 +442,50 @@ def _partial(
 def _combine(o, m, total, *, batch: int, n: int, g: int, interpret) -> jax.Array:
     """bfloat16 [batch, n, k * g * h] from the partial results; 0 where nothing is seen.
 
-    A block has one head of one node: many blocks share the latency, and all its reads are at once.
+    A block has one head of four nodes, a warp each, or of one node. Many blocks share the latency,
+    and all reads of one are at once.
     """
     splits, z, _, h = o.shape
     kv_heads, nodes = z // batch, _tile_nodes(g)
+    warps = mosaic.WARPS if n % mosaic.WARPS == 0 else 1
+    # One row of 64 is too short for a warpgroup: each warp has all of it then.
+    one_row = COLUMN_VECTOR if h % 128 else None
+    layout = mosaic.row_of_warp(h) if warps > 1 else one_row
 
     def combine_kernel(o_ref, m_ref, l_ref, out_ref):
-        z_index, node, head = (lax.axis_index(axis) for axis in ("z", "node", "head"))
-        row = node // nodes * ROWS + head * nodes + lax.rem(node, nodes)
-        # A row of 64 is too short for a warpgroup: each warp has all of it then.
-        layout = COLUMN_VECTOR if h % 128 else None
+        z_index, block, head = (lax.axis_index(axis) for axis in ("z", "block", "head"))
+        first = block * warps
+        row = first // nodes * ROWS + head * nodes + lax.rem(first, nodes)
+        rows = pl.ds(row, warps) if warps > 1 else row
 
-        def of_splits(ref, **how):
-            places = (ref.at[split, z_index, row] for split in range(splits))
-            return [plgpu.load(place, optimized=False, **how) for place in places]
+        def of_splits(ref, layout):
+            places = (ref.at[split, z_index, rows] for split in range(splits))
+            return [plgpu.load(place, layout=layout, optimized=False) for place in places]
 
-        parts = of_splits(o_ref, layout=layout)
-        peaks, totals = of_splits(m_ref), of_splits(l_ref)
+        parts = of_splits(o_ref, layout)
+        each = layout.reduce(1) if warps > 1 else None
+        peaks, totals = of_splits(m_ref, each), of_splits(l_ref, each)
         peak = functools.reduce(jnp.maximum, peaks)
         weights = [jnp.exp2(x - peak) for x in peaks]
 
-        def weighted(values, factor=1.0):
-            terms = (x * (w * factor) for x, w in zip(values, weights, strict=True))
+        def spread(x):
+            return lax.broadcast_in_dim(x, (warps, h), [0]) if warps > 1 else x
+
+        def summed(terms):
             return functools.reduce(lambda a, b: a + b, terms)
 
-        norm = weighted(totals)
-        y = weighted(parts, 1.0 / jnp.where(norm == 0.0, 1.0, norm))
+        norm = summed(x * w for x, w in zip(totals, weights, strict=True))
+        factor = 1.0 / jnp.where(norm == 0.0, 1.0, norm)
+        y = summed(x * spread(w * factor) for x, w in zip(parts, weights, strict=True))
         columns = pl.ds((lax.rem(z_index, kv_heads) * g + head) * h, h)
+        node = pl.ds(first, warps) if warps > 1 else first
         out_ref[z_index // kv_heads, node, columns] = y.astype(jnp.bfloat16)
 
     return plgpu.kernel(
         combine_kernel,
         out_type=jax.ShapeDtypeStruct((batch, n, kv_heads * g * h), jnp.bfloat16),
-        grid=(z, n, g),
-        grid_names=("z", "node", "head"),
+        grid=(z, n // warps, g),
+        grid_names=("z", "block", "head"),
         num_threads=1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -549,6 +564,8 @@ def tree_attention(
         blocks = b * k * tiles // workers
         splits = min(MULTIPROCESSORS // blocks, slots // (2 * keys))
     splits = max(1, min(splits, slots // keys))  # each has a tile of the cache to begin with
+    if workers == 2 and slots % WIDE == 0 and slots >= DEEP * WIDE * splits:
+        keys = WIDE
     o, peak, total = _partial(
         qkv_bmch.reshape(b, m, -1),
         k_bksh,

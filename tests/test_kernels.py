@@ -112,6 +112,9 @@ def attention_case(b, n, m, k, g, h, s, *, lengths, window=0):
         ((2, 9, 9, 1, 4, 128, 4096), [300, 0], 0),
         ((1, 24, 70, 1, 4, 64, 4096), [4000], 3900),
         ((1, 24, 70, 1, 4, 64, 4096), [300], 0),
+        # Wide tiles in a cache that is not long: nobody takes turns.
+        ((1, 24, 70, 1, 4, 64, 1536), [1400], 0),
+        ((2, 24, 24, 1, 4, 64, 1536), [130, 0], 100),
         # Turns over the rows beside, and in a split that has no tile.
         ((1, 24, 24, 1, 4, 64, 4096), [0], 1),
     ],
@@ -168,6 +171,7 @@ def test_attention_in_a_window_begins_at_its_bounds():
         (16, 3, 64, 1024, True),
         (64, 4, 128, 1024, False),
         (64, 4, 128, 8192, False),
+        (256, 4, 128, 1536, False),
         (64, 6, 256, 1024, False),
         (512, 4, 128, 8192, True),
     ],
@@ -518,33 +522,45 @@ def test_add_norm_equals_the_reference(m, s, centred):
 
 
 @pytest.mark.parametrize(
-    ("m", "s", "h", "rotated", "normed", "centred", "whole"),
+    ("m", "s", "shape", "rotated", "normed", "centred"),
     [
-        (1, 4, 128, 128, True, False, False),
-        (2, 1, 128, 64, False, False, False),
-        (5, 1, 256, 64, False, False, True),
-        (9, 2, 128, 64, True, True, True),
-        (3, 3, 256, 256, True, False, False),
+        (1, 4, (2, 4, 128), 128, True, False),
+        (2, 1, (2, 4, 128), 64, False, False),
+        (5, 1, (2, 4, 256), 64, False, False),
+        (3, 3, (2, 4, 256), 256, True, False),
+        # The four heads of a block belong to several groups.
+        (9, 2, (4, 3, 128), 64, True, True),
+        (2, 2, (2, 6, 64), 64, True, False),
     ],
 )
-def test_head_rows_equal_the_reference(m, s, h, rotated, normed, centred, whole, monkeypatch):
-    """`whole`: blocks of all heads of a group, as where there are many rows."""
-    monkeypatch.setattr(rows, "MULTIPROCESSORS", 0 if whole else 132)
-    shape = (2, 4, h)
+def test_head_rows_equal_the_reference(m, s, shape, rotated, normed, centred):
+    groups, slots, h = shape
     dtype = jnp.float32 if s > 1 else jnp.bfloat16
     angles = normal(1, m, rotated // 2, dtype=jnp.float32)
     norms = (normal(2, h), normal(3, h)) if normed else None
-    arguments = normal(0, s, m, 8 * h, dtype=dtype), (jnp.cos(angles), jnp.sin(angles)), norms
+    parts = normal(0, s, m, groups * slots * h, dtype=dtype)
+    arguments = parts, (jnp.cos(angles), jnp.sin(angles)), norms
     kernel = functools.partial(rows.head_rows, eps=1e-6, shape=shape, centred=centred)
     wanted = rows.head_rows_reference(*arguments, 1e-6, shape, jnp.bfloat16, centred=centred)
     close(interpreted(kernel, *arguments), wanted, 4e-2)
     assert lowered(kernel, *arguments) == 1
 
 
-def test_unsupported_heads_are_left_to_the_reference():
-    assert "head size 64" in rows.head_rows_unsupported(64, jnp.bfloat16)
-    assert "float32" in rows.head_rows_unsupported(128, jnp.float32)
-    assert rows.head_rows_unsupported(256, jnp.bfloat16) is None
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": jnp.float32}, "float32"),
+        ({"shape": (3, 5, 128)}, "15 heads"),
+        ({"half": 16}, "head size 128, 32 of it rotated"),
+        ({"shape": (2, 4, 80), "half": 32}, "head size 80"),
+    ],
+)
+def test_unsupported_heads_say_why(changes, reason):
+    def problem(shape=(2, 4, 128), half=64, dtype=jnp.bfloat16):
+        return rows.head_rows_unsupported(shape, half, dtype)
+
+    assert reason in problem(**changes)
+    assert problem() is None
 
 
 # Commit.

@@ -234,12 +234,29 @@ def test_draft_candidates(kind, ranks):
         assert (scores[..., 0] == 0).all()
 
 
-@pytest.mark.parametrize("ranks", [100, 128, 129, 300])
-def test_selection_in_passes_is_one_selection(ranks):
-    logits = jnp.asarray(np.random.default_rng(4).permutation(1200).reshape(1, 3, 400), jnp.float32)
+@pytest.mark.parametrize("columns", [400, 3 * 2**16])  # in passes, and part by part
+@pytest.mark.parametrize("ranks", [100, 128, 129, 256, 300])
+def test_a_large_selection_is_one_selection(ranks, columns):
+    logits = np.random.default_rng(4).permutation(3 * columns).reshape(1, 3, columns)
+    logits = jnp.asarray(logits, jnp.float32)
     several = sampling.draft_candidates(logits, ranks, stable=False)
     for got, wanted in zip(several, sampling.draft_candidates(logits, ranks), strict=True):
         np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize(
+    ("rows", "v", "count", "parts"),
+    [
+        (15, 151936, 255, 8),
+        (60, 151936, 255, 2),
+        (15, 151936, 128, 1),  # one selection takes it
+        (15, 151936, 257, 1),  # nor are so many selected of a part
+        (15, 32000, 255, 1),  # parts would be too short
+        (15, 151937, 255, 1),
+    ],
+)
+def test_rows_are_cut_only_where_xla_selects_from_the_parts(rows, v, count, parts):
+    assert sampling._folds(rows, v, count) == parts
 
 
 def test_noisy_drafts_foresee_the_choice():
