@@ -17,7 +17,7 @@ from ddtree_jax import tree as trees
 from ddtree_jax.cache import Cache, Pending
 from ddtree_jax.models import Models
 from ddtree_jax.penalties import Counts
-from ddtree_jax.sampling import Request, Sampler
+from ddtree_jax.sampling import GREEDY, Request, Sampler
 from ddtree_jax.tree import Tree
 
 
@@ -211,7 +211,7 @@ def _whole_tiles(models: Models, tree: Tree) -> Tree:
 def _choose(
     models: Models,
     state: DecodeState,
-    logits_bnv: jax.Array,
+    hidden_bnd: jax.Array,
     depths_bn: jax.Array,
     paths_bnd: jax.Array,
     length_b: jax.Array,
@@ -220,9 +220,14 @@ def _choose(
 ) -> tuple[jax.Array, jax.Array | None]:
     """The target's choice after each node, and its log-probability where that is asked for.
 
-    A node's position is length_b + depth. paths_bnd: see `penalties.penalise`.
+    hidden_bnd: of the target's last norm; a row that several samples share is given once. A node's
+    position is length_b + depth. paths_bnd: see `penalties.penalise`.
     """
-    axis = models.target.axis
+    target, rows = models.target, depths_bn.shape[0]
+    if sampler == GREEDY:  # only which logit is the largest matters
+        best = target.best(hidden_bnd)
+        return _spread(sampling.of_shards(*best, target.axis, target.gather), rows), None
+    logits_bnv = _spread(target.logits(hidden_bnd), rows)
     choice = sampling.choose(
         _adjusted(models, state, logits_bnv, depths_bn, paths_bnd, sampler),
         depths_bn,
@@ -230,11 +235,13 @@ def _choose(
         max_depth,
         request=state.request,
         sampler=sampler,
-        axis=axis,
+        axis=target.axis,
         kernels=models.kernels,
-        gather=models.target.gather,
+        gather=target.gather,
     )
-    return choice, penalties.log_probs(logits_bnv, choice, axis) if sampler.log_probs else None
+    return choice, penalties.log_probs(
+        logits_bnv, choice, target.axis
+    ) if sampler.log_probs else None
 
 
 def verify(
@@ -319,7 +326,7 @@ def prefill_chunk(
     choice, log_probs = _choose(
         models,
         state,
-        _spread(models.target.logits(row), samples),
+        row,
         jnp.zeros((samples, 1), jnp.int32),
         jnp.zeros((samples, 1, 0), jnp.int32),
         _spread(length + end[:, 0], samples),
@@ -383,10 +390,26 @@ def draft(models: Models, state: DecodeState) -> tuple[jax.Array, Cache]:
         return models.target.logits(hidden[:, 1:]), draft_cache
 
 
-def head(models: Models, verified: tuple[jax.Array, jax.Array, Pending]) -> jax.Array:
-    """float32 logits [b, n, v] of a verified tree's nodes."""
+def head(
+    models: Models,
+    state: DecodeState,
+    tree: Tree,
+    verified: tuple[jax.Array, jax.Array, Pending],
+    max_path: int,
+    sampler: Sampler,
+) -> tuple[jax.Array, jax.Array | None]:
+    """The target's choice [b, n] after each node of a verified tree, and its log-probability."""
     with jax.named_scope("head"):
-        return models.target.logits(verified[0])
+        return _choose(
+            models,
+            state,
+            verified[0],
+            tree.depths,
+            trees.path_tokens(tree, max_path - 1),
+            state.length,
+            max_path - 1,
+            sampler,
+        )
 
 
 def accept_and_commit(
@@ -394,23 +417,16 @@ def accept_and_commit(
     state: DecodeState,
     tree: Tree,
     verified: tuple[jax.Array, jax.Array, Pending],
-    logits_bnv: jax.Array,
+    chosen: tuple[jax.Array, jax.Array | None],
     max_path: int,
-    sampler: Sampler,
 ) -> tuple[DecodeState, Emitted]:
-    """Emits the path of a verified tree and the next bonus token, and commits the path."""
+    """Emits the path of a verified tree and the next bonus token, and commits the path.
+
+    `chosen`: what `head` returns.
+    """
     _, features, pending = verified
+    choice, log_probs = chosen
     with jax.named_scope("accept"):
-        choice, log_probs = _choose(
-            models,
-            state,
-            logits_bnv,
-            tree.depths,
-            trees.path_tokens(tree, max_path - 1),
-            state.length,
-            max_path - 1,
-            sampler,
-        )
         path, count = trees.accept(tree, choice, max_path)
         # Worked example: path [0, 4, 9, 0, ...] of count 3 emits the tokens of nodes 4 and 9, then
         # the choice at node 9. Each is the choice at the node before it, so: choice[path].
@@ -435,8 +451,8 @@ def _finish(
 ) -> tuple[DecodeState, Emitted]:
     tree = _whole_tiles(models, tree)
     verified = verify(models, state, tree)
-    logits = head(models, verified)
-    return accept_and_commit(models, state, tree, verified, logits, max_path, sampler)
+    chosen = head(models, state, tree, verified, max_path, sampler)
+    return accept_and_commit(models, state, tree, verified, chosen, max_path)
 
 
 def grow_tree(

@@ -154,10 +154,24 @@ def argmax(logits: jax.Array, axis: str | None, gather: Gather = lax.all_gather)
     `axis` names the mesh axis over which the vocabulary is sharded, or is None.
     """
     index = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return of_shards(jnp.max(logits, axis=-1), index, logits.shape[-1], axis, gather)
+
+
+def of_shards(
+    largest: jax.Array,
+    column: jax.Array,
+    columns: int,
+    axis: str | None,
+    gather: Gather = lax.all_gather,
+) -> jax.Array:
+    """Global token ids int32 of the largest of all shards, lowest id on ties.
+
+    largest, column: the largest float32 logit of this shard and its column, of `columns`.
+    """
     if axis is None:
-        return index
-    index += lax.axis_index(axis) * logits.shape[-1]
-    everyone = gather(jnp.stack([_bits(jnp.max(logits, axis=-1)), index]), axis)
+        return column
+    ids = column + lax.axis_index(axis) * columns
+    everyone = gather(jnp.stack([_bits(largest), ids]), axis)
     best, ids = _bits(everyone[:, 0], jnp.float32), everyone[:, 1]
     winner = jnp.argmax(best, axis=0)  # the lowest shard on ties, so the lowest id
     return jnp.take_along_axis(ids, winner[None], axis=0)[0]

@@ -8,6 +8,7 @@ import jax
 from jax import lax
 
 from kernels_pallas import (
+    choice,
     commit,
     draft_tree,
     exchange,
@@ -48,6 +49,21 @@ class Kernels:
         if self.mosaic and reason is None and matmul.preferred(rows, k, n, gated=True):
             return matmul.gated_matmul(x_mk, w_k2n, interpret=self.interpret)
         return matmul.gated_reference(x_mk, w_k2n)
+
+    def argmax(
+        self,
+        x_mk: jax.Array,
+        w_kn: jax.Array,
+        real: int | jax.Array,
+        *,
+        transposed: bool = False,
+    ) -> tuple[jax.Array, jax.Array]:
+        rows, k = x_mk.shape
+        n = w_kn.shape[0 if transposed else 1]
+        reason = choice.unsupported_reason(rows, k, n, x_mk.dtype)
+        if self.mosaic and reason is None and choice.preferred(rows, n):
+            return choice.argmax(x_mk, w_kn, real, transposed=transposed, interpret=self.interpret)
+        return choice.reference(x_mk, w_kn, real, transposed=transposed)
 
     def add_norm(
         self,

@@ -23,6 +23,7 @@ from ddtree_jax.models import Models, Peers
 from ddtree_jax.sampling import GREEDY, Request, Sampler
 from ddtree_jax.shapes import SHAPES
 from kernels_pallas import (
+    choice,
     commit,
     draft_tree,
     exchange,
@@ -264,6 +265,66 @@ def test_products_lower_for_hopper(m):
 @pytest.mark.parametrize("m", [129, 250, 256])
 def test_gated_products_of_many_rows_lower_for_hopper(m):
     assert lowered(matmul.gated_matmul, normal(0, m, 512), normal(0, 512, 2, 12288)) == 1
+
+
+# Head and choice.
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "n", "real", "transposed"),
+    [
+        (5, 128, 648, 600, False),
+        (20, 192, 1000, 1000, True),
+        # Two warpgroups, and two of 128 rows each.
+        (70, 64, 520, 520, False),
+        (130, 64, 400, 390, True),
+        # A shard of nothing but padding.
+        (2, 64, 256, 0, False),
+        (2, 64, 256, -40, False),
+    ],
+)
+def test_the_largest_of_a_product_equals_the_reference(m, k, n, real, transposed, monkeypatch):
+    """Small whole numbers: sums are exact, and many columns tie, within tiles and across blocks."""
+    monkeypatch.setattr(choice, "MULTIPROCESSORS", 2)  # so that a block has several tiles
+    generator = np.random.default_rng(0)
+    x, w = (
+        jnp.asarray(generator.integers(-2, 3, shape), jnp.bfloat16)
+        for shape in ((m, k), (n, k) if transposed else (k, n))
+    )
+    given = dict(real=real, transposed=transposed)
+    largest, column = interpreted(choice.argmax, x, w, tile=128, **given)
+    wanted = choice.reference(x, w, **given)
+    np.testing.assert_array_equal(largest, wanted[0])
+    np.testing.assert_array_equal(column, wanted[1])
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("m", [16, 33, 128, 250])
+def test_head_and_choice_lower_for_hopper(m, transposed):
+    w = jax.ShapeDtypeStruct((49152, 576) if transposed else (576, 49152), jnp.bfloat16)
+    kernel = functools.partial(choice.argmax, real=49152, transposed=transposed)
+    assert lowered(kernel, normal(0, m, 576), w) == 1
+
+
+def test_few_rows_leave_their_head_to_xla():
+    w = jax.ShapeDtypeStruct((64, 192 * 132), jnp.bfloat16)
+    kernels = Kernels(mosaic=True)
+    for m, count in ((15, 0), (16, 1)):
+        assert lowered(functools.partial(kernels.argmax, real=7), normal(0, m, 64), w) == count
+
+
+def test_a_head_has_tiles_that_keep_all_multiprocessors_busy():
+    assert choice.tile_of(128, 151936) == 192
+    assert choice.tile_of(64, 128256) in (128, 256)
+    assert choice.tile_of(256, 128256) == 128  # 256 columns have no room beside 128 rows
+    for v in (32000, 49152, 75968, 128256, 151936, 248320):
+        assert choice.preferred(128, v), v
+    assert not choice.preferred(1, 151936)
+    assert not choice.preferred(64, 512)
+    assert "float32" in choice.unsupported_reason(16, 64, 128, jnp.float32)
+    assert "257 rows" in choice.unsupported_reason(257, 64, 128, jnp.bfloat16)
+    assert "72 x 128" in choice.unsupported_reason(16, 72, 128, jnp.bfloat16)
+    assert choice.unsupported_reason(256, 576, 49152, jnp.bfloat16) is None
 
 
 @pytest.mark.parametrize("rows", [1, 16, 32, 64, 128])

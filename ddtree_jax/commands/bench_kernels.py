@@ -22,11 +22,12 @@ from ddtree_jax.engine import bucket
 from ddtree_jax.errors import InputError
 from ddtree_jax.models.layers import rope_tables
 from ddtree_jax.shapes import SHAPES
-from kernels_pallas import matmul
+from kernels_pallas import choice, matmul
 from kernels_pallas.dispatch import REFERENCE, Kernels, unavailable_reason
 
 PARTS = 4  # partial sums that norms and heads add up
 TOLERANCE = 1.5  # of the reference's mean error
+COLUMNS = 192 * 132  # of a head: the whole of it would take float64 long
 LEVELS, RANKS, PATH = 15, 63, 16  # of a draft tree
 
 
@@ -111,6 +112,22 @@ def gated_product(config: DecoderConfig, nodes: int) -> Case:
 
     gate, up = (_wide(x) @ wide[:, which] for which in range(2))
     return Case("gated product", run, (x, w), gate / (1 + np.exp(-gate)) * up)
+
+
+def largest(config: DecoderConfig, nodes: int) -> Case:
+    """The largest of each row, and what the chosen column really holds."""
+    x, (w, wide) = _normal(0, nodes, config.hidden_size), _weight(3, config.hidden_size, COLUMNS)
+
+    def run(kernels: Kernels, x, w) -> jax.Array:
+        reason = choice.unsupported_reason(nodes, config.hidden_size, COLUMNS, x.dtype)
+        kernel = kernels.mosaic and reason is None
+        best, column = (choice.argmax if kernel else choice.reference)(x, w, COLUMNS)
+        chosen = jnp.einsum("mk,km->m", x, w[:, column], preferred_element_type=jnp.float32)
+        # Rounded, for float32 sums in another order have other errors that are next to nothing.
+        return jnp.stack([best, chosen]).astype(jnp.bfloat16)
+
+    exact = (_wide(x) @ wide).max(axis=1)
+    return Case("largest of a product", run, (x, w), np.stack([exact, exact]))
 
 
 def add_norm(config: DecoderConfig, nodes: int) -> Case:
@@ -249,6 +266,7 @@ def cases(config: TargetConfig, nodes: int, context: int) -> list[Case]:
         product(config, nodes),
         product_by_xla(config, nodes),
         gated_product(config, nodes),
+        largest(config, nodes),
         add_norm(config, nodes),
         heads(config, nodes),
         attention(config, nodes, context, None),

@@ -23,8 +23,8 @@ OVERHEAD = ("tree", "accept and commit")
 def stages(engine: Engine, options: Options, context: int, slots: int) -> dict[str, float]:
     """Milliseconds of the parts of a greedy tree round.
 
-    "tree" is the selection over the vocabulary, log-sum-exp and the tree; "head" the logits of all
-    nodes, from which "accept and commit" begins. Caches are donated, as in a round.
+    "tree" is the selection over the vocabulary, log-sum-exp and the tree; "head" the choice after
+    every node, from which "accept and commit" begins. Caches are donated, as in a round.
     """
     _, leaves, state = engine.round_at(options, context, slots)
     budget = options.tree_budget or 0
@@ -48,15 +48,16 @@ def stages(engine: Engine, options: Options, context: int, slots: int) -> dict[s
         tree = rounds.grow_tree(models, bonus, logits, budget, stable_top_k=stable)
         return rounds._whole_tiles(models, tree)
 
-    def accept_part(models, cache, state, tree, verified, logits):
+    def head_part(models, state, tree, verified):
+        return rounds.head(models, state, tree, verified, block, GREEDY)
+
+    def accept_part(models, cache, state, tree, verified, chosen):
         state = dataclasses.replace(state, cache=cache)
-        state, emitted = rounds.accept_and_commit(
-            models, state, tree, verified, logits, block, GREEDY
-        )
+        state, emitted = rounds.accept_and_commit(models, state, tree, verified, chosen, block)
         return state.cache, (emitted, state.length, state.features)
 
     draft, accept = part(draft_part, donate=True), part(accept_part, donate=True)
-    grow, verify, head = part(tree_part), part(rounds.verify), part(rounds.head)
+    grow, verify, head = part(tree_part), part(rounds.verify), part(head_part)
     # Donated caches pass from call to call; the rest of the state is given again each time.
     held = {"draft": state.draft_cache, "target": state.cache}
     bare = dataclasses.replace(state, draft_cache=None)
@@ -69,25 +70,25 @@ def stages(engine: Engine, options: Options, context: int, slots: int) -> dict[s
     tree = grow(leaves, state.bonus, logits)
     # A draft cache only says that features are wanted: verification does not read it.
     verified = verify(leaves, dataclasses.replace(state, draft_cache=held["draft"]), tree)
-    node_logits = head(leaves, verified)
     laps = {
         "draft": milliseconds(run_draft),
         "tree": milliseconds(lambda: grow(leaves, state.bonus, logits)),
     }
     with_draft = dataclasses.replace(state, draft_cache=held["draft"])
     laps["verify"] = milliseconds(lambda: verify(leaves, with_draft, tree))
-    laps["head"] = milliseconds(lambda: head(leaves, verified))
+    laps["head"] = milliseconds(lambda: head(leaves, with_draft, tree, verified))
     if engine.target.delta is not None:
         recurrent = part(recurrent_part)
         laps["of verify: Gated DeltaNet"] = milliseconds(
             lambda: recurrent(leaves, with_draft, tree)
         )
 
+    chosen = head(leaves, with_draft, tree, verified)
     nothing: Any = None
     bare = dataclasses.replace(with_draft, cache=nothing)
 
     def run_accept():
-        held["target"], rest = accept(leaves, held["target"], bare, tree, verified, node_logits)
+        held["target"], rest = accept(leaves, held["target"], bare, tree, verified, chosen)
         return rest
 
     laps["accept and commit"] = milliseconds(run_accept)

@@ -84,13 +84,29 @@ class Target(nnx.Module):
 
         Rows that only pad the vocabulary are -inf, so nothing can choose them.
         """
+        weight, tied = self._head()
+        logits = linear(hidden, weight, transposed=tied, out_dtype=jnp.float32)
+        return jnp.where(jnp.arange(logits.shape[-1]) < self._real(), logits, -jnp.inf)
+
+    def best(self, hidden: jax.Array) -> tuple[jax.Array, jax.Array, int]:
+        """The largest of `logits`, its column, the lowest on ties, [...], and how many columns."""
+        weight, tied = self._head()
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        largest, column = self.kernels.argmax(rows, weight, self._real(), transposed=tied)
+        columns = weight.shape[0 if tied else 1]
+        return largest.reshape(hidden.shape[:-1]), column.reshape(hidden.shape[:-1]), columns
+
+    def _head(self) -> tuple[jax.Array, bool]:
+        """The weight of the logits, and whether it is [v, d] and not [d, v]."""
         tied = self.config.tie_embeddings
-        weight = self.embed_vd if tied else self.head_dv
-        logits = linear(hidden, weight[...], transposed=tied, out_dtype=jnp.float32)
-        columns = jnp.arange(logits.shape[-1])
-        if self.axis is not None:
-            columns += lax.axis_index(self.axis) * logits.shape[-1]
-        return jnp.where(columns < self.config.vocab_size, logits, -jnp.inf)
+        return (self.embed_vd if tied else self.head_dv)[...], tied
+
+    def _real(self) -> int | jax.Array:
+        """This shard's columns before those that only pad the vocabulary."""
+        if self.axis is None:
+            return self.config.vocab_size
+        columns = self.config.padded_vocab // lax.axis_size(self.axis)
+        return self.config.vocab_size - lax.axis_index(self.axis) * columns
 
     def __call__(
         self,
