@@ -70,15 +70,15 @@ def drafter_tensors(
             tensors[theirs + f"self_attn.{name}_proj.weight"] = qkv[:, :, heads].reshape(d, -1).T
             if qkv_bias is not None:
                 tensors[theirs + f"self_attn.{name}_proj.bias"] = qkv_bias[:, heads].reshape(-1)
-        gate_up = params[ours + "mlp.gate_up_d2f"]
+        gate_up = params[ours + "mlp.gate_up_dg2c"]
         tensors |= {
             theirs + "input_layernorm.weight": params[ours + "input_norm.weight_d"],
             theirs + "post_attention_layernorm.weight": params[ours + "mlp_norm.weight_d"],
             theirs + "self_attn.o_proj.weight": params[ours + "attention.wo_kghd"].reshape(-1, d).T,
             theirs + "self_attn.q_norm.weight": params[ours + "attention.q_norm.weight_d"],
             theirs + "self_attn.k_norm.weight": params[ours + "attention.k_norm.weight_d"],
-            theirs + "mlp.gate_proj.weight": gate_up[:, 0].T,
-            theirs + "mlp.up_proj.weight": gate_up[:, 1].T,
+            theirs + "mlp.gate_proj.weight": gate_up[:, :, 0].reshape(d, -1).T,
+            theirs + "mlp.up_proj.weight": gate_up[:, :, 1].reshape(d, -1).T,
             theirs + "mlp.down_proj.weight": params[ours + "mlp.down_fd"].T,
         }
     return tensors

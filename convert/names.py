@@ -140,12 +140,11 @@ def _split_heads(o: np.ndarray, *, kv_heads: int, head_dim: int) -> np.ndarray:
     return _per_group(_transpose(o), kv_heads, head_dim)
 
 
-def _gate_up(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """[f, d] each -> [d, 2, f]."""
-    out = np.empty((gate.shape[1], 2, gate.shape[0]), gate.dtype)
-    _transpose_into(out[:, 0], gate)
-    _transpose_into(out[:, 1], up)
-    return out
+def _gate_up(gate: np.ndarray, up: np.ndarray, *, columns: int) -> np.ndarray:
+    """[groups * columns, d] each -> [d, groups, 2, columns]."""
+    d = gate.shape[1]
+    both = np.stack([x.reshape(-1, columns, d) for x in (gate, up)], axis=1)
+    return _transpose(both.reshape(-1, d)).reshape(d, *both.shape[:3])
 
 
 def _fuse_gated(q: np.ndarray, k: np.ndarray, v: np.ndarray, *, kv_heads: int, head_dim: int):
@@ -297,11 +296,11 @@ def _layer_leaves(
         yield from _attention_leaves(config, f"{path}.attention", f"{name}.self_attn")
     yield _norm(f"{path}.mlp_norm", f"{name}.post_attention_layernorm", d)
     yield Leaf(
-        f"{path}.mlp.gate_up_d2f",
-        (d, 2, f),
+        f"{path}.mlp.gate_up_dg2c",
+        (d, f // config.gate_columns, 2, config.gate_columns),
         tuple((f"{mlp}.{x}_proj.weight", (f, d)) for x in ("gate", "up")),
-        _gate_up,
-        shard_axis=2,
+        functools.partial(_gate_up, columns=config.gate_columns),
+        shard_axis=1,
     )
     yield Leaf(
         f"{path}.mlp.down_fd",

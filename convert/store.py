@@ -28,7 +28,7 @@ from convert.names import Leaf, show, summarise
 from ddtree_jax.config import read_json
 from ddtree_jax.errors import InputError
 
-FORMAT, LAYOUT_VERSION = "ddtree_jax", 1
+FORMAT, LAYOUT_VERSION = "ddtree_jax", 2
 _READ_BYTES = 2**31
 HEADER, PARAMS = "ddtree.json", "params"
 TOKENIZER_FILES = (

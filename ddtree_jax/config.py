@@ -16,6 +16,7 @@ from typing import Any, Self
 from ddtree_jax.errors import InputError
 
 VOCAB_MULTIPLE = 128  # embedding and head rows are padded to this, so that shards stay aligned
+GATE_COLUMNS = 32  # of an MLP; what matmul.py in kernels_pallas takes
 MAX_BLOCK_SIZE = 32  # a tree is at most one level less deep
 MAX_STOP_IDS = 8
 MAX_LAYERS = 1024  # far beyond every model; what is made per layer stays small
@@ -109,6 +110,17 @@ class DecoderConfig:
         return self.num_heads // self.num_kv_heads
 
     @property
+    def gate_columns(self) -> int:
+        """Columns of an MLP's gate that stand side by side, before as many of up.
+
+        As many as the kernel for both takes, or fewer so that up to 8 shards can share the groups.
+        """
+        columns = GATE_COLUMNS
+        while columns > 1 and self.intermediate_size % (8 * columns):
+            columns //= 2
+        return columns
+
+    @property
     def num_softmax_layers(self) -> int:
         return self.num_layers - len(self.delta.layers if self.delta else ())
 
@@ -135,13 +147,13 @@ class DecoderConfig:
 
     def shard_problems(self, shards: int) -> list[str]:
         """Every reason why `shards` devices cannot share the model."""
-        sizes = {"MLP size": self.intermediate_size}
+        sizes = {"MLP size": (self.intermediate_size, self.gate_columns)}
         if isinstance(self, TargetConfig):
-            sizes["padded vocabulary"] = self.padded_vocab
+            sizes["padded vocabulary"] = self.padded_vocab, 1
         return [
             f"the {name} of {size} does not divide over {shards} shards"
-            for name, size in sizes.items()
-            if size % shards
+            for name, (size, together) in sizes.items()
+            if size % (shards * together)
         ]
 
 

@@ -41,14 +41,15 @@ class Kernels:
             matmul.partial_sums(x_mk, w_kn) if self.mosaic else matmul.reference(x_mk, w_kn)[None]
         )
 
-    def gated_matmul(self, x_mk: jax.Array, w_k2n: jax.Array) -> jax.Array:
-        """silu(x @ w[:, 0]) * (x @ w[:, 1]) in x's dtype [m, n]."""
-        k, _, n = w_k2n.shape
-        rows = x_mk.shape[0]
+    def gated_matmul(self, x_mk: jax.Array, w_kg2c: jax.Array) -> jax.Array:
+        """silu(x @ w[:, :, 0]) * (x @ w[:, :, 1]) in x's dtype [m, g * c]."""
+        (k, groups, _, columns), rows = w_kg2c.shape, x_mk.shape[0]
+        n = groups * columns
         reason = matmul.unsupported_reason(rows, k, n, x_mk.dtype, gated=True)
-        if self.mosaic and reason is None and matmul.preferred(rows, k, n, gated=True):
-            return matmul.gated_matmul(x_mk, w_k2n, interpret=self.interpret)
-        return matmul.gated_reference(x_mk, w_k2n)
+        takes = self.mosaic and reason is None and columns == matmul.GATED_COLUMNS
+        if takes and matmul.preferred(rows, k, n, gated=True):
+            return matmul.gated_matmul(x_mk, w_kg2c, interpret=self.interpret)
+        return matmul.gated_reference(x_mk, w_kg2c)
 
     def argmax(
         self,

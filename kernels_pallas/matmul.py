@@ -23,7 +23,10 @@ LEAST_FILLED = 0.7  # of the multiprocessors, for a gated product to be worth it
 MAX_ROWS = 128  # beyond, reading the rows again for every tile of columns costs more than it saves
 # But for gated products of tiles of 96 columns, up to twice as many: SwiGLU saves a kernel, and
 # wider tiles would leave too few registers.
-MANY_ROWS_TILE = 96
+GATED_TILE = 96
+# Of a gated weight: so many of gate, then of up. Any tile then is one product with both, and half
+# as many wgmma of twice the width read the rows from shared memory half as often.
+GATED_COLUMNS = 32
 
 
 def reference(
@@ -84,16 +87,16 @@ def partial_sums(x_mk: jax.Array, w_kn: jax.Array) -> jax.Array:
     )
 
 
-def gated_reference(x_mk: jax.Array, w_k2n: jax.Array) -> jax.Array:
-    """silu(x @ w[:, 0]) * (x @ w[:, 1]) in x's dtype [m, n], by one product."""
-    k, _, n = w_k2n.shape
-    y_m2n = reference(x_mk, w_k2n.reshape(k, -1)).reshape(-1, 2, n)
-    return jax.nn.silu(y_m2n[:, 0]) * y_m2n[:, 1]
+def gated_reference(x_mk: jax.Array, w_kg2c: jax.Array) -> jax.Array:
+    """silu(x @ w[:, :, 0]) * (x @ w[:, :, 1]) in x's dtype [m, g * c], by one product."""
+    k, groups, _, columns = w_kg2c.shape
+    y_mg2c = reference(x_mk, w_kg2c.reshape(k, -1)).reshape(-1, groups, 2, columns)
+    return (jax.nn.silu(y_mg2c[:, :, 0]) * y_mg2c[:, :, 1]).reshape(-1, groups * columns)
 
 
 def unsupported_reason(rows: int, k: int, n: int, dtype, *, gated: bool = False) -> str | None:
     """Why the kernel cannot multiply [rows, k] by [k, n], or None."""
-    most = 2 * MAX_ROWS if gated and n % (2 * MANY_ROWS_TILE) == 0 else MAX_ROWS
+    most = 2 * MAX_ROWS if gated and n % GATED_TILE == 0 else MAX_ROWS
     if dtype != jnp.bfloat16:
         return f"{jnp.dtype(dtype).name}; the kernel takes bfloat16"
     if rows > most:
@@ -113,8 +116,8 @@ def preferred(rows: int, k: int, n: int, *, gated: bool = False) -> bool:
         return 16 < rows <= MAX_ROWS
     plan = schedule(rows, k, n, gated=True)
     filled = n // plan.tile / MULTIPROCESSORS
-    if plan.cluster > 1:
-        worth = 16 <= rows <= ROWS or 224 < rows <= 2 * MAX_ROWS
+    if plan.cluster > 1 or rows > MAX_ROWS:
+        worth = 16 <= rows <= MAX_ROWS or 224 < rows <= 2 * MAX_ROWS
         return worth and LEAST_FILLED < filled <= 1
     small = rows <= ROWS and 2 * k * n <= 2**26  # XLA's second kernel, for the activation, counts
     least = LEAST_FILLED if rows > ROWS or small else 0.9
@@ -145,7 +148,7 @@ def schedules(k: int, n: int, *, gated: bool = False) -> list[Schedule]:
         for tile in (GATED_TILES if gated else TILES)
         if n % tile == 0
         for parts in range(1, 2 if gated else max(1, min(8, k // DEPTH // 4)) + 1)
-        for stages, cluster in ((8, 1), (8, 2), (3, 2))
+        for stages, cluster in ((8, 1), (8, 2), (4, 2), (3, 2))
         if n // tile % cluster == 0
     ]
 
@@ -155,17 +158,19 @@ def schedule(rows: int, k: int, n: int, *, gated: bool = False) -> Schedule:
     """How to divide a weight for `rows` rows; fitted to `bench.py products`.
 
     Blocks should fill the multiprocessors once. Wide tiles read the rows less often. Every part
-    costs a write and a read of its partial sums. Gated products of up to 64 rows are fastest in
-    clusters, with few reads under way and tiles that a whole swizzle spans: for 4096 x 2 x 12288
-    on an H200 and 16, 32 and 64 rows 48.8, 49.0 and 49.4 us, where 8 stages without clusters take
-    52.8, 52.7 and 53.4.
+    costs a write and a read of its partial sums. Gated products of up to 128 rows are fastest in
+    clusters, with few reads under way: for 4096 x 2 x 12288 on an H200 and 16, 64, 96 and 128 rows
+    48.2, 48.9, 50.2 and 50.7 us, where 8 stages without clusters take 49.0, 49.8, 50.7 and 51.1;
+    tiles of 128 columns pay so with up to 64 rows only, 48.6 and 49.2.
     """
-    if gated and rows <= ROWS:
-        for tile in (128, 96):
-            if n % (2 * tile) == 0 and LEAST_FILLED < n / tile / MULTIPROCESSORS <= 1:
-                return Schedule(tile, 1, stages=3, cluster=2)
-    if gated and rows > MAX_ROWS and n % (2 * MANY_ROWS_TILE) == 0:
-        return Schedule(MANY_ROWS_TILE, 1, cluster=2)
+    if gated:
+        ways = ((GATED_TILE, 4, MAX_ROWS), (128, 3, ROWS))
+        for tile, stages, most in ways:
+            fits = rows <= most and n % (2 * tile) == 0
+            if fits and LEAST_FILLED < n / tile / MULTIPROCESSORS <= 1:
+                return Schedule(tile, 1, stages, cluster=2)
+        if rows > MAX_ROWS and n % GATED_TILE == 0:
+            return Schedule(GATED_TILE, 1)
     padded = -(-rows // ROWS) * ROWS
 
     def cost(plan: Schedule) -> float:
@@ -174,8 +179,6 @@ def schedule(rows: int, k: int, n: int, *, gated: bool = False) -> Schedule:
             0.25 * -(-blocks // MULTIPROCESSORS) * MULTIPROCESSORS / blocks
             + 0.15 * padded / (plan.tile * (1 + gated))
             + plan.parts * (0.04 + 3.6 * padded / k)
-            # A tile that is no multiple of a swizzle's 64 columns takes a narrower swizzle.
-            + (0.0005 * padded if plan.tile % 64 else 0.0)
         )
 
     plans = schedules(k, n, gated=gated)
@@ -201,29 +204,34 @@ def split_matmul(
       ValueError: the sums of so many rows and columns have no room in registers.
     """
     plan = plan or schedule(x_mk.shape[0], *w_kn.shape)
-    return _stream(x_mk, w_kn[:, None], plan, gated=False, interpret=interpret)
+    return _stream(x_mk, w_kn, plan, gated=False, interpret=interpret)
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "interpret"))
 def gated_matmul(
-    x_mk: jax.Array, w_k2n: jax.Array, *, plan: Schedule | None = None, interpret=None
+    x_mk: jax.Array, w_kg2c: jax.Array, *, plan: Schedule | None = None, interpret=None
 ) -> jax.Array:
-    """silu(x @ w[:, 0]) * (x @ w[:, 1]), bfloat16 [m, n]; arguments as for `split_matmul`."""
-    k, _, n = w_k2n.shape
-    plan = plan or schedule(x_mk.shape[0], k, n, gated=True)
-    return _stream(x_mk, w_k2n, plan, gated=True, interpret=interpret)[0]
+    """silu(x @ w[:, :, 0]) * (x @ w[:, :, 1]), bfloat16 [m, g * c], c = GATED_COLUMNS.
+
+    Otherwise as `split_matmul`.
+    """
+    k, groups, _, columns = w_kg2c.shape
+    plan = plan or schedule(x_mk.shape[0], k, groups * columns, gated=True)
+    return _stream(x_mk, w_kg2c.reshape(k, -1), plan, gated=True, interpret=interpret)[0]
 
 
 def _stream(
-    x_mk: jax.Array, w_kcn: jax.Array, plan: Schedule, *, gated: bool, interpret
+    x_mk: jax.Array, w_kn: jax.Array, plan: Schedule, *, gated: bool, interpret
 ) -> jax.Array:
-    """[parts, m, n] of x @ w: partial sums, or the gated product of two weights side by side.
+    """[parts, m, n] of x @ w: partial sums, or the gated product of a weight [k, 2 * n].
 
     One warpgroup only issues copies: a ring of stages, each a slice of x and of w. Each other
     warpgroup multiplies 64 rows, or 128 of more than 128.
     """
-    count, (k, weights, n) = x_mk.shape[0], w_kcn.shape
+    count, k = x_mk.shape
+    n = w_kn.shape[1] // (1 + gated)
     tile, parts, most_stages, cluster = plan
+    width = tile * (1 + gated)  # columns of the weight
     x_mk = mosaic.pad_rows(x_mk)
     m = x_mk.shape[0]
     # More than two warpgroups that multiply would leave each too few registers for its sums.
@@ -239,13 +247,13 @@ def _stream(
     columns = tile if gated else 64
     buffers = min(2, tile // columns)
     stored_bytes = workers * buffers * each * columns * jnp.dtype(dtype).itemsize
-    stage_bytes = 2 * DEPTH * (rows + weights * tile)
+    stage_bytes = 2 * DEPTH * (rows + width)
     stages = min(most_stages, share, (mosaic.SHARED_BYTES - stored_bytes) // stage_bytes)
-    if workers > 2 or (each > ROWS and weights * tile > 2 * MANY_ROWS_TILE):
+    if workers > 2 or (each > ROWS and width > 2 * GATED_TILE):
         raise ValueError(f"{plan} leaves too few registers with {m} rows")
 
     def stream_kernel(x_ref, w_ref, o_ref, x_smem, w_smem, o_smem, full, free):
-        start_column = tile * (lax.axis_index("tiles") * cluster + lax.axis_index("tile"))
+        block = lax.axis_index("tiles") * cluster + lax.axis_index("tile")
         part, worker = lax.axis_index("part"), lax.axis_index("wg")
         first = part * share
         steps = jnp.clip(k // DEPTH - first, 0, share)
@@ -259,9 +267,8 @@ def _stream(
                     plgpu.barrier_wait(free.at[slot])
 
                 depth = pl.ds((first + step) * DEPTH, DEPTH)
-                for which in range(weights):
-                    source = w_ref.at[depth, which, pl.ds(start_column, tile)]
-                    plgpu.copy_gmem_to_smem(source, w_smem.at[slot, which], full.at[slot])
+                source = w_ref.at[depth, pl.ds(block * width, width)]
+                plgpu.copy_gmem_to_smem(source, w_smem.at[slot], full.at[slot])
                 source = x_ref.at[pl.ds(0, read), depth]
                 # Each block of a cluster reads a part of the rows for all of them.
                 shared = {"collective_axes": "tile"} if cluster > 1 else {}
@@ -275,29 +282,34 @@ def _stream(
             # Warpgroups end together, with no phase of a barrier left unseen.
             lax.fori_loop(jnp.maximum(steps - stages, 0), steps, drain, None)
 
-        def multiply(*sums):
+        def multiply(sums):
             def step(i, _):
                 slot = lax.rem(i, stages)
                 plgpu.barrier_wait(full.at[slot])
-                mine = x_smem.at[slot, pl.ds(worker * each, each)]
-                for which, sum_ref in enumerate(sums):
-                    plgpu.wgmma(sum_ref, mine, w_smem.at[slot, which])
+                plgpu.wgmma(sums, x_smem.at[slot, pl.ds(worker * each, each)], w_smem.at[slot])
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(free.at[slot])
 
-            lax.fori_loop(0, steps, step, None)
-            y = sums[0][...]
-            if gated:
+            def gated_part(y):
                 # Gate, up and the activation are rounded, as results in bfloat16 are.
-                gate, up = (z.astype(jnp.bfloat16).astype(jnp.float32) for z in (y, sums[1][...]))
+                y = y.astype(jnp.bfloat16).astype(jnp.float32)
+                gate, up = y[:, :GATED_COLUMNS], y[:, GATED_COLUMNS:]
                 activated = (gate / (1.0 + jnp.exp(-gate))).astype(jnp.bfloat16)
-                y = (activated.astype(jnp.float32) * up).astype(jnp.bfloat16)
+                return (activated.astype(jnp.float32) * up).astype(jnp.bfloat16)
+
+            lax.fori_loop(0, steps, step, None)
+            y = sums[...]
             for index, start in enumerate(range(0, tile, columns)):
                 staged = o_smem.at[worker, index % buffers]
                 plgpu.wait_smem_to_gmem(buffers - 1, wait_read_only=True)
-                staged[...] = y[:, start : start + columns]
+                if gated:
+                    for at in range(0, tile, GATED_COLUMNS):
+                        both = y[:, 2 * at : 2 * (at + GATED_COLUMNS)]
+                        staged[:, pl.ds(at, GATED_COLUMNS)] = gated_part(both)
+                else:
+                    staged[...] = y[:, start : start + columns]
                 plgpu.commit_smem()
-                where = pl.ds(start_column + start, columns)
+                where = pl.ds(block * tile + start, columns)
                 target = o_ref.at[part, pl.ds(worker * each, each), where]
                 plgpu.copy_smem_to_gmem(staged, target)
             plgpu.wait_smem_to_gmem(0)
@@ -306,7 +318,7 @@ def _stream(
         def _():
             if each > ROWS:
                 plgpu.set_max_registers(mosaic.COMPUTING_REGISTERS, action="increase")
-            pl.run_scoped(multiply, *[plgpu.ACC((each, tile), jnp.float32)] * weights)
+            pl.run_scoped(multiply, plgpu.ACC((each, width), jnp.float32))
 
         @pl.when(worker == workers)
         def _():
@@ -316,12 +328,13 @@ def _stream(
 
     # Seen in profiles.
     stream_kernel.__name__ = stream_kernel.__qualname__ = kernel_name(k, n, plan, gated=gated)
-    bf16 = jnp.bfloat16
     freed: Any = plgpu.Barrier(num_arrivals=workers, num_barriers=stages)
     if cluster > 1:  # what one block reads overwrites shared memory of all of them
         freed = plgpu.ClusterBarrier(
             collective_axes=("tile",), num_arrivals=workers, num_barriers=stages
         )
+    bf16, whole = jnp.bfloat16, mosaic.tiles(64, jnp.bfloat16)
+    stored = mosaic.tiles(GATED_COLUMNS if gated else columns, dtype)
     y = plgpu.kernel(
         stream_kernel,
         out_type=jax.ShapeDtypeStruct((parts, m, n), dtype),
@@ -332,16 +345,13 @@ def _stream(
         num_threads=workers + 1,
         thread_name="wg",
         scratch_types=(
-            # wgmma wants one swizzle for both, so that of the narrower.
-            plgpu.SMEM((stages, rows, DEPTH), bf16, transforms=mosaic.tiles(tile, bf16)),
-            plgpu.SMEM((stages, weights, DEPTH, tile), bf16, transforms=mosaic.tiles(tile, bf16)),
-            plgpu.SMEM(
-                (workers, buffers, each, columns), dtype, transforms=mosaic.tiles(columns, dtype)
-            ),
-            plgpu.Barrier(num_arrivals=weights + 1, num_barriers=stages),
+            plgpu.SMEM((stages, rows, DEPTH), bf16, transforms=whole),
+            plgpu.SMEM((stages, DEPTH, width), bf16, transforms=whole),
+            plgpu.SMEM((workers, buffers, each, columns), dtype, transforms=stored),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             freed,
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-    )(x_mk, w_kcn)
+    )(x_mk, w_kn)
     return y[:, :count]

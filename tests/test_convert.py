@@ -258,8 +258,8 @@ def test_layouts_compute_what_the_source_computes(tmp_path):
     heads = np.random.default_rng(2).standard_normal(N * H).astype(np.float32)
     o = np.einsum("kgh,kghd->d", heads.reshape(K, group, H), flat[attention + "wo_kghd"])
     close(o + flat[attention + "bo_d"], linear("self_attn.o_proj", heads))
-    gate_up = np.einsum("d,dcf->cf", x, flat["layers.1.mlp.gate_up_d2f"])
-    close(gate_up, np.stack([linear("mlp.gate_proj", x), linear("mlp.up_proj", x)]))
+    gate_up = np.einsum("d,dgtc->tgc", x, flat["layers.1.mlp.gate_up_dg2c"])
+    close(gate_up.reshape(2, -1), np.stack([linear("mlp.gate_proj", x), linear("mlp.up_proj", x)]))
     hidden = np.random.default_rng(3).standard_normal(F).astype(np.float32)
     close(hidden @ flat["layers.1.mlp.down_fd"], linear("mlp.down_proj", hidden))
     close((x @ flat["head_dv"])[:V], tensors["lm_head.weight"] @ x)
@@ -400,7 +400,7 @@ def test_side_files_are_kept(tmp_path, capsys):
     header = json.loads((tmp_path / "out" / "ddtree.json").read_text())
     assert header == {
         "format": "ddtree_jax",
-        "layout_version": 1,
+        "layout_version": 2,
         "kind": "target",
         "dtype": "bfloat16",
         "source": {"path": str(folder.resolve())},
@@ -893,7 +893,7 @@ def test_no_permission_to_write(tmp_path, capsys, monkeypatch):
     assert_error(run(capsys, folder, tmp_path / "out"), tmp_path / "out", "Permission denied")
 
 
-@pytest.mark.parametrize("version", [0, 2, None])
+@pytest.mark.parametrize("version", [1, 3, None])
 def test_another_layout_says_how_to_reconvert(tmp_path, capsys, version):
     folder, out = write_folder(tmp_path / "hf", LLAMA), tmp_path / "out"
     assert run(capsys, folder, out)[0] == 0

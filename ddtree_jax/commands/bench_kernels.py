@@ -103,14 +103,15 @@ def product_by_xla(config: DecoderConfig, nodes: int) -> Case:
 
 def gated_product(config: DecoderConfig, nodes: int) -> Case:
     d, f = config.hidden_size, config.intermediate_size
-    x, (w, wide) = _normal(0, nodes, d), _weight(2, d, 2, f)
+    columns = config.gate_columns
+    x, (w, wide) = _normal(0, nodes, d), _weight(2, d, f // columns, 2, columns)
 
     def run(kernels: Kernels, x, w) -> jax.Array:
-        if _takes(kernels, x, w.shape[-1], gated=True):
+        if columns == matmul.GATED_COLUMNS and _takes(kernels, x, f, gated=True):
             return matmul.gated_matmul(x, w)
         return matmul.gated_reference(x, w)
 
-    gate, up = (_wide(x) @ wide[:, which] for which in range(2))
+    gate, up = (_wide(x) @ wide[:, :, which].reshape(d, f) for which in range(2))
     return Case("gated product", run, (x, w), gate / (1 + np.exp(-gate)) * up)
 
 

@@ -51,7 +51,9 @@ class Product(NamedTuple):
         return 2 * self.k * self.n * (1 + self.gated)
 
     def weights(self) -> list[jax.Array]:
-        shape = (self.k, 2, self.n) if self.gated else (self.k, self.n)
+        columns = matmul.GATED_COLUMNS
+        gated = (self.k, self.n // columns, 2, columns)
+        shape = gated if self.gated else (self.k, self.n)
         return [
             (0.02 * jax.random.normal(jax.random.key(i), shape)).astype(jnp.bfloat16)
             for i in range(max(3, WEIGHT_BYTES // self.bytes))

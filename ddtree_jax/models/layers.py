@@ -200,17 +200,22 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """SwiGLU, gate and up in one projection [d, 2, f]."""
+    """SwiGLU, gate and up in one projection [d, groups, 2, columns], so by turns.
+
+    Any tile of the projection's columns then has as many of gate as of up, side by side.
+    """
 
     def __init__(self, config: DecoderConfig, *, kernels: Kernels, rngs: nnx.Rngs):
         d, f = config.hidden_size, config.intermediate_size
-        self.gate_up_d2f = param(rngs, (d, 2, f), (None, None, "mlp"))
+        columns = config.gate_columns
+        shape = (d, f // columns, 2, columns)
+        self.gate_up_dg2c = param(rngs, shape, (None, "mlp", None, None))
         self.down_fd = param(rngs, (f, d), ("mlp", None))
         self.kernels = kernels
 
     def __call__(self, x_md: jax.Array) -> jax.Array:
         """Partial sums [s, m, d] of this shard."""
-        hidden = self.kernels.gated_matmul(x_md, self.gate_up_d2f[...])
+        hidden = self.kernels.gated_matmul(x_md, self.gate_up_dg2c[...])
         return self.kernels.matmul(hidden, self.down_fd[...])
 
 
