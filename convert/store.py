@@ -61,6 +61,13 @@ def is_converted(folder: Path) -> bool:
     return (folder / HEADER).is_file()
 
 
+def is_current(folder: Path) -> bool:
+    """Whether it is a conversion of the layout that this version reads."""
+    return is_converted(folder) and (
+        read_json(folder / HEADER).get("layout_version") == LAYOUT_VERSION
+    )
+
+
 def read_header(folder: Path) -> Header:
     """Reads and checks ddtree.json; InputError if it is of another layout version."""
     file = folder / HEADER

