@@ -19,7 +19,8 @@ from kernels_pallas.mosaic import MULTIPROCESSORS, ROWS
 DEPTH = 64  # of the contracted axis per step
 NEARLY_ALL = 128  # multiprocessors that have work, so that dividing further does not pay
 LEAST_DEPTH = 256  # of a part that XLA multiplies
-LEAST_FILLED = 0.7  # of the multiprocessors, for a gated product to be worth its kernel
+LEAST_FILLED = 0.7  # of the multiprocessors, for a kernel of one wave to be worth it
+SMALL = 2**23  # numbers of a weight that XLA multiplies with one row by way of 16
 MAX_ROWS = 128  # beyond, reading the rows again for every tile of columns costs more than it saves
 # But for gated products of tiles of 96 columns, up to twice as many: SwiGLU saves a kernel, and
 # wider tiles would leave too few registers.
@@ -42,7 +43,7 @@ def reference(
         # On a GPU it multiplies and adds up in two kernels if the weight is small: 21 us on an H200
         # for 2048 x 4096, 6 with 16 rows.
         on_cpu = jax.default_backend() == "cpu"
-        if on_cpu or w_kn.size <= 2**23:
+        if on_cpu or w_kn.size <= SMALL:
             rows = jnp.broadcast_to(rows, (2 if on_cpu else 16, rows.shape[1]))
     y = lax.dot_general(
         rows,
@@ -110,14 +111,19 @@ def preferred(rows: int, k: int, n: int, *, gated: bool = False) -> bool:
     """Whether the kernel, with the addition in its reader, is faster than XLA's product.
 
     Measured on an H200: XLA wins with few rows, with many (but for those just below 256 that it
-    pads too), and where a gated product has no wide tiles that fill the GPU just once.
+    pads too), and where a gated product has no wide tiles that fill the GPU just once. With one row
+    it adds up in a second kernel unless the weight is small.
     """
     if not gated:
-        return 16 < rows <= MAX_ROWS
+        if rows > 1:
+            return 16 < rows <= MAX_ROWS
+        plan = schedule(rows, k, n)
+        filled = n // plan.tile * plan.parts / MULTIPROCESSORS
+        return k * n > SMALL and LEAST_FILLED < filled <= 1
     plan = schedule(rows, k, n, gated=True)
     filled = n // plan.tile / MULTIPROCESSORS
     if plan.cluster > 1 or rows > MAX_ROWS:
-        worth = 16 <= rows <= MAX_ROWS or 224 < rows <= 2 * MAX_ROWS
+        worth = rows == 1 or 16 <= rows <= MAX_ROWS or 224 < rows <= 2 * MAX_ROWS
         return worth and LEAST_FILLED < filled <= 1
     small = rows <= ROWS and 2 * k * n <= 2**26  # XLA's second kernel, for the activation, counts
     least = LEAST_FILLED if rows > ROWS or small else 0.9

@@ -364,7 +364,15 @@ def test_a_gated_product_of_more_than_one_wave_is_left_to_xla(rows):
     assert not matmul.preferred(rows, 5120, 17408, gated=True)
 
 
-@pytest.mark.parametrize("rows", [1, 8, 129, 224, 257, 512])
+def test_one_row_is_the_kernels_where_xla_needs_a_second_one():
+    for k, n in ((4096, 6144), (4096, 4096), (12288, 4096), (2560, 6144), (9728, 2560)):
+        assert matmul.preferred(1, k, n)
+    assert matmul.preferred(1, 4096, 12288, gated=True)
+    assert not matmul.preferred(1, 2048, 4096)
+    assert not matmul.preferred(1, 5120, 34816)  # three waves of blocks
+
+
+@pytest.mark.parametrize("rows", [2, 8, 129, 224, 257, 512])
 def test_few_and_many_rows_are_left_to_xla(rows):
     assert not matmul.preferred(rows, 4096, 4096)
     assert not matmul.preferred(rows, 4096, 12288, gated=True)
