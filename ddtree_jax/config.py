@@ -152,6 +152,7 @@ class DecoderConfig:
             sizes["padded vocabulary"] = self.padded_vocab, 1
         return [
             f"the {name} of {size} does not divide over {shards} shards"
+            + (f" in groups of {together}" if together > 1 else "")
             for name, (size, together) in sizes.items()
             if size % (shards * together)
         ]

@@ -323,15 +323,15 @@ def draft_scores(
 
 
 def _folds(rows: int, v: int, count: int) -> int:
-    """Into how many parts to cut rows of v, so that XLA selects the `count` largest of each; or 1.
+    """Into how many parts to cut rows of v, so that XLA selects the `count` largest of each.
 
     More than SELECTED, up to twice as many, XLA (of JAX 0.11) selects on a GPU from many long rows
-    only, and sorts others.
+    only, and sorts others: 0 where no parts are such rows.
     """
-    if not SELECTED < count <= 2 * SELECTED:
+    if count <= SELECTED:
         return 1
-    parts = range(-(-MANY // rows), v // LONG + 1)
-    return next((n for n in parts if v % n == 0), 1)
+    parts = range(-(-MANY // rows), v // LONG + 1) if count <= 2 * SELECTED else ()
+    return next((n for n in parts if v % n == 0), 0)
 
 
 def _largest(x_mv: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
@@ -343,7 +343,10 @@ def _largest(x_mv: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """
     rows, v = x_mv.shape
     parts = _folds(rows, v, count)
-    if parts > 1:
+    if parts == 1:
+        values, indices = lax.top_k(x_mv, count, is_stable=False)
+        return values, indices
+    if parts:
         values, indices = lax.top_k(x_mv.reshape(rows * parts, -1), count, is_stable=False)
         indices = indices.reshape(rows, parts, count) + v // parts * jnp.arange(parts)[:, None]
         values, place = lax.top_k(values.reshape(rows, -1), count, is_stable=False)

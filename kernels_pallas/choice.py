@@ -31,7 +31,8 @@ def reference(
     Args:
       x_mk: rows.
       w_kn: weight, given as [n, k] if `transposed`.
-      real: columns that count; those after them only pad.
+      real: columns that count; those after them only pad. It may be below 0, or more than there
+        are.
     """
     y = matmul.reference(x_mk, w_kn, jnp.float32, transposed=transposed)
     y = jnp.where(jnp.arange(y.shape[1]) < real, y, -jnp.inf)
@@ -90,6 +91,8 @@ def argmax(
     m = x_mk.shape[0]
     each = ROWS if m <= 2 * ROWS else 2 * ROWS
     workers = -(-m // each)
+    if workers > 2:
+        raise ValueError(f"{m} rows; the kernel takes up to {MAX_ROWS}")
     rows, read = workers * each, -(-m // 8) * 8
     blocks, steps = min(MULTIPROCESSORS, -(-n // tile)), k // DEPTH
     small = 16 * 1024  # bytes of shared memory for results, barriers and alignment
@@ -202,7 +205,7 @@ def argmax(
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-    )(x_mk, w_kn, jnp.full((1,), real, jnp.int32))
+    )(x_mk, w_kn, jnp.full((1,), jnp.minimum(real, n), jnp.int32))
     best, index = best[:, :count], index[:, :count]
     largest = best.max(axis=0)
     return largest, jnp.where(best == largest, index, n).min(axis=0)

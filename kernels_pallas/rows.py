@@ -103,7 +103,7 @@ def head_rows_unsupported(shape: tuple[int, int, int], half: int, dtype) -> str 
     if k * slots % WARPS:
         return f"{k * slots} heads; the kernel takes multiples of {WARPS}"
     if half % 32 or h % 32:
-        return f"head size {h}, {2 * half} of it rotated; the kernel takes multiples of 64"
+        return f"head size {h}, {2 * half} of it rotated; the kernel takes multiples of 32 and 64"
     return None
 
 

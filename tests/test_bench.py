@@ -361,7 +361,7 @@ def test_products_that_the_kernel_does_not_take_are_xlas(tmp_path, monkeypatch):
     many = rows["o", 256]
     assert (many["chosen"], many["chosen_us"], many["kernel"]) == (None, None, [])
     assert not many["preferred"]
-    assert rows["gate, up", 256]["chosen"]["tile"] == matmul.MANY_ROWS_TILE
+    assert rows["gate, up", 256]["chosen"]["tile"] == matmul.GATED_TILE
 
 
 def test_kernels_are_checked_where_they_run(capsys):

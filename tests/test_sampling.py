@@ -234,10 +234,22 @@ def test_draft_candidates(kind, ranks):
         assert (scores[..., 0] == 0).all()
 
 
-@pytest.mark.parametrize("columns", [400, 3 * 2**16])  # in passes, and part by part
-@pytest.mark.parametrize("ranks", [100, 128, 129, 256, 300])
-def test_a_large_selection_is_one_selection(ranks, columns):
-    logits = np.random.default_rng(4).permutation(3 * columns).reshape(1, 3, columns)
+@pytest.mark.parametrize(
+    ("rows", "columns", "ranks", "parts"),
+    [
+        (3, 400, 100, 1),
+        (3, 400, 128, 1),
+        # In passes.
+        (3, 400, 129, 0),
+        (3, 400, 300, 0),
+        # Part by part.
+        (16, 4 * 2**14, 129, 4),
+        (13, 5 * 2**14, 256, 5),
+    ],
+)
+def test_a_large_selection_is_one_selection(rows, columns, ranks, parts):
+    assert sampling._folds(rows, columns, ranks) == parts
+    logits = np.random.default_rng(4).permutation(rows * columns).reshape(1, rows, columns)
     logits = jnp.asarray(logits, jnp.float32)
     several = sampling.draft_candidates(logits, ranks, stable=False)
     for got, wanted in zip(several, sampling.draft_candidates(logits, ranks), strict=True):
@@ -249,10 +261,11 @@ def test_a_large_selection_is_one_selection(ranks, columns):
     [
         (15, 151936, 255, 8),
         (60, 151936, 255, 2),
+        (75, 151936, 255, 1),
         (15, 151936, 128, 1),  # one selection takes it
-        (15, 151936, 257, 1),  # nor are so many selected of a part
-        (15, 32000, 255, 1),  # parts would be too short
-        (15, 151937, 255, 1),
+        (15, 151936, 257, 0),  # nor are so many selected of a part
+        (15, 32000, 255, 0),  # parts would be too short
+        (15, 151937, 255, 0),
     ],
 )
 def test_rows_are_cut_only_where_xla_selects_from_the_parts(rows, v, count, parts):

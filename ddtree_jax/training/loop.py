@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 
 from ddtree_jax.config import DrafterConfig
+from ddtree_jax.errors import InputError
 from ddtree_jax.models import Drafter, Target, parameter_name
 from ddtree_jax.training.data import Rows
 from ddtree_jax.training.loss import LossConfig, block_loss
@@ -91,6 +92,9 @@ def train(
     `initial` holds the drafter's float32 parameters by path, from which training begins instead of
     random ones; moments and step begin at zero all the same. It is for the beginning only: where
     `folder` has a checkpoint, the interrupted run goes on from that.
+
+    Raises:
+      InputError: the checkpoint's parameters have other shapes.
     """
     graphdef, state = nnx.split(Drafter(drafter_config, rngs=nnx.Rngs(config.seed)))
     named, treedef = jax.tree.flatten_with_path(state)
@@ -137,7 +141,13 @@ def train(
         step, earlier = manager.latest_step() or 0, 0.0
         if step:
             saved = {"params": params, "moments": moments, "seconds": earlier}
-            restored = manager.restore(step, args=ocp.args.StandardRestore(saved))
+            try:
+                restored = manager.restore(step, args=ocp.args.StandardRestore(saved))
+            except ValueError as error:  # Orbax's name for other shapes
+                raise InputError(
+                    f"{manager.directory}: is of another drafter or of an older version; remove it "
+                    "to train from the beginning"
+                ) from error
             params, moments = restored["params"], restored["moments"]
             earlier = float(restored["seconds"])
         started, order = time.monotonic(), batches(len(rows), config.rows, config.seed, step)
