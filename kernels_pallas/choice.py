@@ -83,7 +83,15 @@ def argmax(
     tile: int | None = None,
     interpret=None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The kernel; arguments and results as for the reference."""
+    """The kernel; arguments and results as for the reference, x and weight bfloat16.
+
+    Args:
+      tile: columns of a tile, one of TILES (static); default: what keeps all blocks busy.
+      interpret: `plgpu.InterpretGPUParams` to run on a CPU.
+
+    Raises:
+      ValueError: more than MAX_ROWS rows.
+    """
     count, k = x_mk.shape
     n = w_kn.shape[0 if transposed else 1]
     tile = tile or tile_of(count, n)
@@ -91,8 +99,8 @@ def argmax(
     m = x_mk.shape[0]
     each = ROWS if m <= 2 * ROWS else 2 * ROWS
     workers = -(-m // each)
-    if workers > 2:
-        raise ValueError(f"{m} rows; the kernel takes up to {MAX_ROWS}")
+    if count > MAX_ROWS:
+        raise ValueError(f"{count} rows; the kernel takes up to {MAX_ROWS}")
     rows, read = workers * each, -(-m // 8) * 8
     blocks, steps = min(MULTIPROCESSORS, -(-n // tile)), k // DEPTH
     small = 16 * 1024  # bytes of shared memory for results, barriers and alignment

@@ -221,8 +221,13 @@ def gated_matmul(
     """silu(x @ w[:, :, 0]) * (x @ w[:, :, 1]), bfloat16 [m, g * c], c = GATED_COLUMNS.
 
     Otherwise as `split_matmul`.
+
+    Raises:
+      ValueError: gate and up alternate by other groups, or as for `split_matmul`.
     """
     k, groups, _, columns = w_kg2c.shape
+    if columns != GATED_COLUMNS:
+        raise ValueError(f"gate and up by turns of {columns}; the kernel takes {GATED_COLUMNS}")
     plan = plan or schedule(x_mk.shape[0], k, groups * columns, gated=True)
     return _stream(x_mk, w_kg2c.reshape(k, -1), plan, gated=True, interpret=interpret)[0]
 

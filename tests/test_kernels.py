@@ -331,6 +331,10 @@ def test_a_head_has_tiles_that_keep_all_multiprocessors_busy():
     assert not choice.preferred(64, 512)
     assert "float32" in choice.unsupported_reason(16, 64, 128, jnp.float32)
     assert "257 rows" in choice.unsupported_reason(257, 64, 128, jnp.bfloat16)
+    with pytest.raises(ValueError, match="257 rows"):
+        jax.eval_shape(
+            functools.partial(choice.argmax, real=128), normal(0, 257, 64), normal(1, 64, 128)
+        )
     assert "72 x 128" in choice.unsupported_reason(16, 72, 128, jnp.bfloat16)
     assert choice.unsupported_reason(256, 576, 49152, jnp.bfloat16) is None
 
@@ -396,6 +400,8 @@ def test_gates_in_other_groups_are_left_to_xla(monkeypatch):
     monkeypatch.setattr(matmul, "gated_reference", lambda x, w: "the reference")
     x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((64, 4096), (4096, 768, 2, 16)))
     assert Kernels(mosaic=True).gated_matmul(x, w) == "the reference"
+    with pytest.raises(ValueError, match="by turns of 16; the kernel takes 32"):
+        jax.eval_shape(matmul.gated_matmul, x, w)
     assert GATE_COLUMNS == matmul.GATED_COLUMNS  # config.py cannot import it: it needs no JAX
 
 
