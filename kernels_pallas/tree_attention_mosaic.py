@@ -24,8 +24,8 @@ tiles; the maximum in log2 units.
 
 Numerics: products in bfloat16 with float32 accumulation; scores, softmax and partial results
 float32; the weights are rounded to bfloat16 before the product with v, unnormalised (the reference
-normalises first). The initial maximum is finite, and weights are zeroed after the exponential, so a
-tile in which a row sees nothing adds nothing.
+normalises first). Hidden scores are minus infinity and the initial maximum is finite, so a tile in
+which a row sees nothing adds nothing.
 
 Under the CPU interpreter the two wgmma forms that it lacks (weights from registers, accumulators
 with an initial value) are replaced by equal ones.
@@ -49,7 +49,6 @@ WIDE = 128  # keys of a tile where a block has many; 64 elsewhere
 LONG = 4096  # cache slots from which wide key tiles pay
 DEEP = 6  # wide tiles of the cache per split from which two computing warpgroups want them
 PART = 64  # columns that are stored at a time
-SMALL = 8 * 1024  # bytes of shared memory for statistics, barriers and alignment
 ASIDE = 64  # rows beside the prefix for which there may be buffers of their own
 
 
@@ -110,8 +109,7 @@ def _partial(
     nodes, z, rows = _tile_nodes(g), b * kv_heads, words.shape[-1]
     stages = 2 if h == 256 or keys == WIDE else 3
     alternate = workers == 2 and k_cache.shape[2] >= LONG
-    weight_rows = 8 if interpret is None else ROWS  # 8 are the least that a tiled buffer has
-    room = mosaic.SHARED_BYTES - SMALL - 4 * stages * keys * h - 2 * workers * ROWS * h
+    room = mosaic.SHARED_BYTES - 4 * stages * keys * h - 2 * workers * ROWS * h
     part_bytes = 4 * workers * ROWS * PART  # of the output on its way to memory
     # Rows that copies read: what lies outside an array costs them more time than what is in it.
     # Queries of nobody and keys that are hidden may be anything; hidden values must be finite.
@@ -127,7 +125,8 @@ def _partial(
     def tree_attention_kernel(qkv_ref, k_ref, v_ref, words_ref, length_ref, *refs):
         lower_ref, lowest_ref, highest_ref = refs[: len(bounds)] or [None] * 3
         o_ref, m_ref, l_ref, q_smem2, k_smem, v_smem, o_smem2, *refs = refs[len(bounds) :]
-        stats_smem, p_smem2, q_full, k_full, v_full, k_free, v_free, turn, *aside = refs
+        q_full, k_full, v_full, k_free, v_free, turn, *refs = refs
+        p_smem2, aside = (None, refs) if interpret is None else (refs[0], refs[1:])
         z_index, split, worker = (lax.axis_index(axis) for axis in ("z", "split", "wg"))
         batch, head = z_index // kv_heads, lax.rem(z_index, kv_heads)
         column = head * (g + 2) * h
@@ -155,6 +154,14 @@ def _partial(
             for source, (buffer, full, _) in zip(of_prefix(split), ring, strict=True):
                 plgpu.copy_gmem_to_smem(source, buffer.at[0], full.at[0])
 
+        def copy_queries():
+            for j in range(g):
+                rows = pl.ds(m - n + tile * nodes, asked)
+                source = qkv_ref.at[batch, rows, pl.ds(column + j * h, h)]
+                part = q_smem2.at[worker, pl.ds(j * nodes, asked)]
+                plgpu.copy_gmem_to_smem(source, part, q_full.at[worker])
+
+        pl.when(jnp.logical_not(is_loader))(copy_queries)
         if apart:
             pl.when(is_loader & is_last)(copy_aside)
         if not bounds:
@@ -202,28 +209,32 @@ def _partial(
             return plgpu.load(part, layout=ROW_VECTOR, optimized=False)
 
         # Masks read what they need when they are made, long before the scores are there.
-        def seen_edge(key_tile):
+        def masked_edge(key_tile):
             least = row_vector(lower_ref, batch) if bounds else None
 
-            def seen(shape):
-                slot = key_index(key_tile, shape)
-                within = slot < end
-                return within if least is None else within & (slot >= spread(least, shape))
+            def mask(s):
+                slot = key_index(key_tile, s.shape)
+                seen = slot < end
+                if least is not None:
+                    seen &= slot >= spread(least, s.shape)
+                return jnp.where(seen, s, -jnp.inf)
 
-            return seen
+            return mask
 
-        def seen_beside(key_tile, keys=keys):
+        def masked_beside(key_tile, keys=keys):
             first_word = key_tile * (keys // 32)
             words = [row_vector(words_ref, batch, first_word + i) for i in range(keys // 32)]
 
-            def seen(shape):
-                index = key_index(0, shape)
-                word = spread(words[0], shape)
-                for i, other in enumerate(words[1:], 1):
-                    word = jnp.where(index >= 32 * i, spread(other, shape), word)
-                return (lax.shift_right_logical(word, index & 31) & 1) == 1
+            def mask(s):
+                parts = []
+                for i, word in enumerate(words):
+                    part = s[:, 32 * i : 32 * (i + 1)]
+                    # The bit of a key comes to the sign.
+                    bits = lax.shift_left(spread(word, part.shape), 31 - key_index(0, part.shape))
+                    parts.append(jnp.where(bits < 0, part, -jnp.inf))
+                return jnp.concatenate(parts, axis=1)
 
-            return seen
+            return mask
 
         def take_turns():
             """Waits until the other warpgroup has issued its product."""
@@ -233,12 +244,6 @@ def _partial(
 
         def compute():
             q_smem, o_smem = q_smem2.at[worker], o_smem2.at[worker]
-            for j in range(g):
-                source = qkv_ref.at[
-                    batch, pl.ds(m - n + tile * nodes, asked), pl.ds(column + j * h, h)
-                ]
-                part = q_smem.at[pl.ds(j * nodes, asked)]
-                plgpu.copy_gmem_to_smem(source, part, q_full.at[worker])
             plgpu.barrier_wait(q_full.at[worker])
             # The interpreter multiplies what is in shared memory.
             in_registers = interpret is None and h <= 128
@@ -260,7 +265,7 @@ def _partial(
 
                 return o + pl.run_scoped(product, plgpu.ACC(o.shape, jnp.float32))
 
-            def visit(keys_smem, values_smem, barriers, seen, carry):
+            def visit(keys_smem, values_smem, barriers, mask, carry):
                 """Adds a tile; `barriers`: full and free, of its keys and of its values."""
                 o, peak, total = carry
                 (keys_full, keys_free), (values_full, values_free) = barriers
@@ -274,15 +279,12 @@ def _partial(
                 s = pl.run_scoped(scores, plgpu.ACC((ROWS, keys_smem.shape[0]), jnp.float32))
                 if keys_free is not None:
                     plgpu.barrier_arrive(keys_free)
-                if seen is not None:
-                    visible = seen(s.shape)
-                    s = jnp.where(visible, s, LOWEST)
+                if mask is not None:
+                    s = mask(s)
                 new_peak = jnp.maximum(peak, s.max(axis=1))
                 decay = jnp.exp2((peak - new_peak) * scale)
                 # Scaled here, where it is one instruction with the subtraction.
                 p = jnp.exp2(s * scale - spread(new_peak * scale, s.shape))
-                if seen is not None:
-                    p = jnp.where(visible, p, 0.0)
                 total = total * decay + p.sum(axis=1)
                 o = [x * spread(decay, x.shape) for x in o]
                 p = p.astype(jnp.bfloat16)
@@ -298,15 +300,15 @@ def _partial(
                     plgpu.barrier_arrive(values_free)
                 return o, new_peak, total
 
-            def visit_ring(step, seen, carry):
+            def visit_ring(step, mask, carry):
                 slot = lax.rem(step, stages)
                 barriers = [(full.at[slot], free.at[slot]) for _, full, free in ring]
-                return visit(k_smem.at[slot], v_smem.at[slot], barriers, seen, carry)
+                return visit(k_smem.at[slot], v_smem.at[slot], barriers, mask, carry)
 
             def visit_aside(carry):
                 k_aside, v_aside, full = aside
                 barriers = [(full.at[i], None) for i in range(2)]
-                return visit(k_aside, v_aside, barriers, seen_beside(0, ASIDE), carry)
+                return visit(k_aside, v_aside, barriers, masked_beside(0, ASIDE), carry)
 
             carry = (
                 tuple(jnp.zeros((ROWS, chunk), jnp.float32) for _ in chunks),
@@ -323,18 +325,18 @@ def _partial(
                 carry = loop(is_last.astype(jnp.int32), lambda _, c: visit_aside(c), carry)
             carry = loop(inners, lambda i, c: visit_ring(i, None, c), carry)
             carry = loop(
-                edges, lambda i, c: visit_ring(inners + i, seen_edge(edge_tile(i)), c), carry
+                edges, lambda i, c: visit_ring(inners + i, masked_edge(edge_tile(i)), c), carry
             )
             o, peak, total = loop(
                 beside,
-                lambda i, c: visit_ring(inners + edges + i, seen_beside(beside_tile(i)), c),
+                lambda i, c: visit_ring(inners + edges + i, masked_beside(beside_tile(i)), c),
                 carry,
             )
             if alternate:
                 pl.when(worker == 0)(take_turns)
-            stats_smem[worker, 0] = peak * scale
-            stats_smem[worker, 1] = total
             target = (split, z_index, pl.ds(tile * ROWS, ROWS))
+            m_ref[target] = peak * scale
+            l_ref[target] = total
             for i, start in enumerate(range(0, h, PART)):
                 if i >= parts:  # until a buffer is free
                     plgpu.wait_smem_to_gmem(parts - 1, wait_read_only=True)
@@ -343,8 +345,6 @@ def _partial(
                 part[...] = o[start // chunk][:, within : within + PART]
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(part, o_ref.at[(*target, pl.ds(start, PART))])
-            plgpu.copy_smem_to_gmem(stats_smem.at[worker, 0], m_ref.at[target])
-            plgpu.copy_smem_to_gmem(stats_smem.at[worker, 1], l_ref.at[target])
             # Only until the buffers are read: whoever reads what was written runs after us.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -407,6 +407,7 @@ def _partial(
         plgpu.SMEM((ASIDE, h), jnp.bfloat16, transforms=tiles),
         plgpu.Barrier(num_barriers=2),
     )
+    weights = plgpu.SMEM((workers, ROWS, keys), jnp.bfloat16, transforms=tiles)
     return plgpu.kernel(
         tree_attention_kernel,
         out_type=(jax.ShapeDtypeStruct((splits, z, rows, h), jnp.float32), stats, stats),
@@ -423,15 +424,13 @@ def _partial(
                 jnp.float32,
                 transforms=mosaic.tiles(PART, jnp.float32),
             ),
-            plgpu.SMEM((workers, 2, ROWS), jnp.float32),
-            # Weights, under the interpreter only.
-            plgpu.SMEM((workers, weight_rows, keys), jnp.bfloat16, transforms=tiles),
             plgpu.Barrier(num_arrivals=g, num_barriers=workers),
             plgpu.Barrier(num_barriers=stages),
             plgpu.Barrier(num_barriers=stages),
             plgpu.Barrier(num_arrivals=workers, num_barriers=stages),
             plgpu.Barrier(num_arrivals=workers, num_barriers=stages),
             plgpu.Barrier(num_arrivals=workers),
+            *(() if interpret is None else (weights,)),
             *(aside if apart else ()),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
