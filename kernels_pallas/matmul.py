@@ -28,6 +28,7 @@ GATED_TILE = 96
 # Of a gated weight: so many of gate, then of up. Any tile then is one product with both, and half
 # as many wgmma of twice the width read the rows from shared memory half as often.
 GATED_COLUMNS = 32
+COLUMNS = GATED_COLUMNS  # of the result that are stored at a time
 
 
 def reference(
@@ -255,16 +256,12 @@ def _stream(
     read = -(-m // (8 * cluster)) * 8 * cluster
     share = -(-(k // DEPTH) // parts)
     dtype = jnp.bfloat16 if gated else jnp.float32
-    # Columns of the result that are stored at a time.
-    columns = tile if gated else 64
-    buffers = min(2, tile // columns)
-    stored_bytes = workers * buffers * each * columns * jnp.dtype(dtype).itemsize
-    stage_bytes = 2 * DEPTH * (rows + width)
-    stages = min(most_stages, share, (mosaic.SHARED_BYTES - stored_bytes) // stage_bytes)
+    stages = min(most_stages, share, mosaic.SHARED_BYTES // (2 * DEPTH * (rows + width)))
     if workers > 2 or (each > ROWS and width > 2 * GATED_TILE):
         raise ValueError(f"{plan} leaves too few registers with {m} rows")
 
-    def stream_kernel(x_ref, w_ref, o_ref, x_smem, w_smem, o_smem, full, free):
+    def stream_kernel(x_ref, w_ref, o_ref, shared, full, free, done):
+        (x_smem, w_smem), o_smem = shared
         block = lax.axis_index("tiles") * cluster + lax.axis_index("tile")
         part, worker = lax.axis_index("part"), lax.axis_index("wg")
         first = part * share
@@ -283,9 +280,9 @@ def _stream(
                 plgpu.copy_gmem_to_smem(source, w_smem.at[slot], full.at[slot])
                 source = x_ref.at[pl.ds(0, read), depth]
                 # Each block of a cluster reads a part of the rows for all of them.
-                shared = {"collective_axes": "tile"} if cluster > 1 else {}
+                collective = {"collective_axes": "tile"} if cluster > 1 else {}
                 target = x_smem.at[slot, pl.ds(0, read)]
-                plgpu.copy_gmem_to_smem(source, target, full.at[slot], **shared)
+                plgpu.copy_gmem_to_smem(source, target, full.at[slot], **collective)
 
             def drain(step, _):
                 plgpu.barrier_wait(free.at[lax.rem(step, stages)])
@@ -303,28 +300,32 @@ def _stream(
                 plgpu.barrier_arrive(free.at[slot])
 
             def gated_part(y):
-                # Gate, up and the activation are rounded, as results in bfloat16 are.
-                y = y.astype(jnp.bfloat16).astype(jnp.float32)
-                gate, up = y[:, :GATED_COLUMNS], y[:, GATED_COLUMNS:]
-                activated = (gate / (1.0 + jnp.exp(-gate))).astype(jnp.bfloat16)
+                # Gate, up and the activation are rounded, as results in bfloat16 are. Adding zero
+                # keeps the compiler from converting numbers one by one, which shares a slow unit
+                # with the exponentials. A root's square is a reciprocal; a quotient is more work.
+                gate = (y[:, :COLUMNS].astype(jnp.bfloat16) + jnp.bfloat16(0)).astype(jnp.float32)
+                up = y[:, COLUMNS:].astype(jnp.bfloat16).astype(jnp.float32)
+                root = lax.rsqrt(1.0 + jnp.exp(-gate))
+                activated = (gate * root * root).astype(jnp.bfloat16)
                 return (activated.astype(jnp.float32) * up).astype(jnp.bfloat16)
 
             lax.fori_loop(0, steps, step, None)
             y = sums[...]
-            for index, start in enumerate(range(0, tile, columns)):
-                staged = o_smem.at[worker, index % buffers]
-                plgpu.wait_smem_to_gmem(buffers - 1, wait_read_only=True)
+            # The results take the memory of the ring, which no warpgroup may still be reading.
+            plgpu.barrier_arrive(done)
+            plgpu.barrier_wait(done)
+            for index, start in enumerate(range(0, tile, COLUMNS)):
+                staged = o_smem.at[worker, index]
                 if gated:
-                    for at in range(0, tile, GATED_COLUMNS):
-                        both = y[:, 2 * at : 2 * (at + GATED_COLUMNS)]
-                        staged[:, pl.ds(at, GATED_COLUMNS)] = gated_part(both)
+                    staged[...] = gated_part(y[:, 2 * start : 2 * (start + COLUMNS)])
                 else:
-                    staged[...] = y[:, start : start + columns]
+                    staged[...] = y[:, start : start + COLUMNS]
                 plgpu.commit_smem()
-                where = pl.ds(block * tile + start, columns)
+                where = pl.ds(block * tile + start, COLUMNS)
                 target = o_ref.at[part, pl.ds(worker * each, each), where]
                 plgpu.copy_smem_to_gmem(staged, target)
-            plgpu.wait_smem_to_gmem(0)
+            # Only until the buffers are read: whoever reads what was written runs after us.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when(worker < workers)
         def _():
@@ -346,7 +347,14 @@ def _stream(
             collective_axes=("tile",), num_arrivals=workers, num_barriers=stages
         )
     bf16, whole = jnp.bfloat16, mosaic.tiles(64, jnp.bfloat16)
-    stored = mosaic.tiles(GATED_COLUMNS if gated else columns, dtype)
+    results = (workers, tile // COLUMNS, each, COLUMNS)
+    shared = plgpu.RefUnion(
+        [
+            plgpu.SMEM((stages, rows, DEPTH), bf16, transforms=whole),
+            plgpu.SMEM((stages, DEPTH, width), bf16, transforms=whole),
+        ],
+        plgpu.SMEM(results, dtype, transforms=mosaic.tiles(COLUMNS, dtype)),
+    )
     y = plgpu.kernel(
         stream_kernel,
         out_type=jax.ShapeDtypeStruct((parts, m, n), dtype),
@@ -357,11 +365,10 @@ def _stream(
         num_threads=workers + 1,
         thread_name="wg",
         scratch_types=(
-            plgpu.SMEM((stages, rows, DEPTH), bf16, transforms=whole),
-            plgpu.SMEM((stages, DEPTH, width), bf16, transforms=whole),
-            plgpu.SMEM((workers, buffers, each, columns), dtype, transforms=stored),
+            shared,
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             freed,
+            plgpu.Barrier(num_arrivals=workers),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
