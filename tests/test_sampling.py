@@ -235,41 +235,53 @@ def test_draft_candidates(kind, ranks):
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "ranks", "parts"),
+    ("rows", "columns", "ranks"),
     [
-        (3, 400, 100, 1),
-        (3, 400, 128, 1),
-        # In passes.
-        (3, 400, 129, 0),
-        (3, 400, 300, 0),
-        # Part by part.
-        (16, 4 * 2**14, 129, 4),
-        (13, 5 * 2**14, 256, 5),
+        (3, 400, 100),  # a selection
+        (3, 400, 128),
+        (3, 400, 129),  # in passes
+        (3, 400, 300),
+        (3, 32 * 64, 32),  # tile by tile: of the fewest that there may be
+        (3, 32 * 64, 33),  # too few tiles
+        (3, 32 * 64 + 8, 32),  # no whole tiles
+        (15, 32 * 600, 300),  # tile by tile, in passes
     ],
 )
-def test_a_large_selection_is_one_selection(rows, columns, ranks, parts):
-    assert sampling._folds(rows, columns, ranks) == parts
-    logits = np.random.default_rng(4).permutation(rows * columns).reshape(1, rows, columns)
-    logits = jnp.asarray(logits, jnp.float32)
-    several = sampling.draft_candidates(logits, ranks, stable=False)
-    for got, wanted in zip(several, sampling.draft_candidates(logits, ranks), strict=True):
-        np.testing.assert_array_equal(got, wanted)
+@pytest.mark.parametrize("distinct", [True, False])
+def test_a_large_selection_is_one_selection(rows, columns, ranks, distinct):
+    generator = np.random.default_rng(4)
+    if distinct:
+        logits = generator.permutation(rows * columns)
+    else:  # most are equal to others, also within the tiles
+        logits = generator.integers(0, 40, rows * columns)
+    logits = jnp.asarray(logits.reshape(1, rows, columns), jnp.float32)
+    tokens, scores = map(np.asarray, sampling.draft_candidates(logits, ranks, stable=False))
+    wanted, wanted_scores = map(np.asarray, sampling.draft_candidates(logits, ranks))
+    np.testing.assert_array_equal(scores, wanted_scores)
+    if distinct:
+        np.testing.assert_array_equal(tokens, wanted)
+    for row, ids, best in zip(logits[0], tokens[0], wanted[0], strict=True):
+        assert len(set(ids)) == ranks
+        np.testing.assert_array_equal(row[ids], row[best])
 
 
-@pytest.mark.parametrize(
-    ("rows", "v", "count", "parts"),
-    [
-        (15, 151936, 255, 8),
-        (60, 151936, 255, 2),
-        (75, 151936, 255, 1),
-        (15, 151936, 128, 1),  # one selection takes it
-        (15, 151936, 257, 0),  # nor are so many selected of a part
-        (15, 32000, 255, 0),  # parts would be too short
-        (15, 151937, 255, 0),
-    ],
-)
-def test_rows_are_cut_only_where_xla_selects_from_the_parts(rows, v, count, parts):
-    assert sampling._folds(rows, v, count) == parts
+def test_a_selection_is_among_the_best_tiles(monkeypatch):
+    """A few numbers are left of a long row, however they lie in it."""
+    seen = []
+    selected = sampling._selected
+    monkeypatch.setattr(
+        sampling, "_selected", lambda x, count: seen.append(x.shape) or selected(x, count)
+    )
+    rows = np.zeros((3, 32 * 64), np.float32)
+    rows[0, -32:] = np.arange(1, 33)  # all of them in one tile
+    rows[1, ::64] = np.arange(1, 33)  # each in one of its own
+    rows[2] = -np.inf
+    values, indices = sampling._largest(jnp.asarray(rows), 32)
+    assert seen == [(3, 64), (3, 32 * 32)]
+    np.testing.assert_array_equal(values[0], values[1])
+    np.testing.assert_array_equal(indices[0], 32 * 64 - 1 - np.arange(32))
+    np.testing.assert_array_equal(indices[1], 64 * (31 - np.arange(32)))
+    assert len(set(np.asarray(indices[2]))) == 32
 
 
 def test_noisy_drafts_foresee_the_choice():
