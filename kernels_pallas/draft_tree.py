@@ -16,9 +16,13 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-LANES = 128  # threads of a warpgroup: vectors are multiples of it
+from kernels_pallas import mosaic
+
+LANES = 128  # threads of a warpgroup: what it copies is a multiple of it
 WORST = jnp.iinfo(jnp.int32).min
 MAX_BUDGET = 1023
+MANY = 128  # slots that are too many for every warp to have all
+ENTRY_BITS = 11  # entries: the root's first child, then two for every node
 
 
 @functools.cache
@@ -156,40 +160,59 @@ def grow(
     b, levels, ranks = scores_blr.shape
     if budget > MAX_BUDGET:
         raise ValueError(f"a budget of {budget}; the kernel takes up to {MAX_BUDGET}")
-    size = -(-(budget + 1) // LANES) * LANES
+    shared = budget >= MANY
+    unit = 32 * mosaic.WARPS if shared else 32
+    size = -(-(budget + 1) // unit) * unit
     words = -(-(budget + 1) // 32)
     table = scores_blr.reshape(b, levels * ranks)
     table = jnp.pad(table, [(0, 0), (0, -(levels * ranks) % LANES)])
 
     def grow_tree_kernel(
-        table_ref, rank_ref, parent_ref, depth_ref, words_ref, table_smem, slots, bits
+        table_ref, rank_ref, parent_ref, depth_ref, words_ref, table_smem, entries, bits
     ):
         row = lax.axis_index("row")
         table_smem[...] = table_ref[row]
         plgpu.commit_smem()  # every thread reads what others wrote
-        index = lax.broadcasted_iota(jnp.int32, (size,), 0)
+        # A slot has a score, a place in the order of tuples and the number of an entry with the
+        # rest. Every warp has all slots, so that to look for the best score none waits for another;
+        # or a part of them, if they are many.
+        shape = (mosaic.WARPS, size // mosaic.WARPS if shared else size)
+        layout = mosaic.row_of_warp(shape[1])
+        index = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
+        if shared:
+            index += shape[1] * plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
 
-        def put(slot, depth, rank, parent, above):
-            for field, value in enumerate((depth, rank, parent, above)):
-                slots[field * size + slot] = value
+        def put(entry, score, depth, rank, parent, above):
+            for field, value in enumerate((score, depth, rank, parent, above)):
+                entries[field * 2 * size + entry] = value
 
-        put(0, 1, 0, 0, 0)
+        put(0, table_smem[0], 1, 0, 0, 0)
         for word in range(words):
             bits[word] = 1 if word == 0 else 0
 
+        def largest(x):
+            return jnp.max(x.max(axis=1))
+
         def pick(step, frontier):
-            score, place = frontier
-            best = jnp.max(score)
-            # The first in the order of tuples among the best; places are distinct.
-            key = jnp.where(score == best, place * 1024 + index, jnp.iinfo(jnp.int32).max)
-            first = jnp.min(key)
-            slot, at = first & 1023, first >> 10
+            score, place, entry = frontier
+            best = score.max(axis=1)
+            if shared:
+                best = jnp.broadcast_to(jnp.max(best), best.shape)
+            best = jnp.where(best == WORST, 1, best)  # no score is 1
+            # The first in the order of tuples among the best; places are distinct. Looked for as a
+            # largest number too, for which warps have an instruction.
+            is_best = score == lax.broadcast_in_dim(best, shape, [0])
+            found = largest(jnp.where(is_best, ~(place << ENTRY_BITS | entry), WORST))
+            live = found != WORST
+            first = jnp.where(live, ~found, 0)
+            picked, at = first & ((1 << ENTRY_BITS) - 1), first >> ENTRY_BITS
             if chain_seed:
-                slot = jnp.where(step < levels, step, slot)
-                best = jnp.max(jnp.where(index == slot, score, WORST))
-                at = jnp.max(jnp.where(index == slot, place, 0))
-            live = best != WORST
-            depth, rank, parent, above = (slots[field * size + slot] for field in range(4))
+                is_next = (index == step) & (step < levels)
+                picked = jnp.where(step < levels, largest(jnp.where(is_next, entry, 0)), picked)
+                at = jnp.where(step < levels, largest(jnp.where(is_next, place, 0)), at)
+            best, depth, rank, parent, above = (
+                entries[field * 2 * size + picked] for field in range(5)
+            )
             rank_ref[row, step] = jnp.where(live, rank, -1)
             parent_ref[row, step] = jnp.where(live, parent, 0)
             depth_ref[row, step] = jnp.where(live, depth, 0)
@@ -206,16 +229,20 @@ def grow(
             has_child = live & (depth < levels)
             child = best + table_smem[jnp.minimum(depth, levels - 1) * ranks]
             child = jnp.where(has_child, child, WORST)
-            put(slot, depth, next_rank, parent, above)
-            put(step + 1, depth + 1, 0, step + 1, best)
+            # Entries are written once: a warp may be behind, still reading the one that was picked.
+            of_sibling, of_child = 2 * step + 1, 2 * (step + 1)
+            put(of_sibling, sibling, depth, next_rank, parent, above)
+            put(of_child, child, depth + 1, 0, step + 1, best)
 
-            is_slot, is_new = index == slot, index == step + 1
+            is_slot, is_new = entry == picked, index == step + 1
             score = jnp.where(is_slot, sibling, jnp.where(is_new, child, score))
             place = jnp.where(place > at, place + 1, place)
             place = jnp.where(is_slot, at + 1, jnp.where(is_new, at, place))
-            return score, place
+            entry = jnp.where(is_slot, of_sibling, entry)  # a new slot's is that of its child
+            return score, place, entry
 
-        start = jnp.where(index == 0, table_smem[0], WORST), jnp.zeros((size,), jnp.int32)
+        nowhere = plgpu.layout_cast(jnp.zeros(shape, jnp.int32), layout)
+        start = jnp.where(index == 0, table_smem[0], WORST), nowhere, 2 * index
         lax.fori_loop(0, budget, pick, start)
 
         def store(i, _):
@@ -233,7 +260,7 @@ def grow(
         thread_name="wg",
         scratch_types=(
             plgpu.SMEM((table.shape[1],), jnp.int32),
-            plgpu.SMEM((4 * size,), jnp.int32),
+            plgpu.SMEM((5 * 2 * size,), jnp.int32),
             plgpu.SMEM(((budget + 1) * words,), jnp.int32),
         ),
         interpret=interpret,

@@ -684,6 +684,8 @@ def test_append_equals_the_reference(h, with_path):
         ((1, 4, 31), 31, False),
         # More picks than there are prefixes, and than the table has numbers.
         ((1, 1, 8), 60, False),
+        ((1, 2, 2), 9, True),
+        ((1, 6, 40), 150, False),
     ],
 )
 def test_the_grown_tree_equals_the_reference(shape, budget, chain_seed):
