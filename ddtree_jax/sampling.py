@@ -323,16 +323,19 @@ def draft_scores(
 
 
 def _selected(x_mv: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The `count` largest of each row and their indices, at most SELECTED at a time."""
-    found: list[tuple[jax.Array, jax.Array]] = []
+    """The `count` largest of each row and their indices, all different, SELECTED at a time."""
+    if count <= SELECTED:
+        values, indices = lax.top_k(x_mv, count, is_stable=False)
+        return values, indices
+    rows = jnp.arange(x_mv.shape[0])[:, None]
+    left = jnp.maximum(x_mv, jnp.finfo(x_mv.dtype).min)  # only what was found is minus infinity
+    found = []
     for start in range(0, count, SELECTED):
-        values, indices = lax.top_k(x_mv, min(SELECTED, count - start), is_stable=False)
-        found.append((values, indices))
-        if start + SELECTED < count:
-            rows = jnp.arange(x_mv.shape[0])[:, None]
-            x_mv = x_mv.at[rows, indices].set(-jnp.inf, unique_indices=True)
-    values, indices = (jnp.concatenate(each, axis=1) for each in zip(*found, strict=True))
-    return values, indices
+        _, indices = lax.top_k(left, min(SELECTED, count - start), is_stable=False)
+        found.append(indices)
+        left = left.at[rows, indices].set(-jnp.inf, unique_indices=True)
+    indices = jnp.concatenate(found, axis=1)
+    return jnp.take_along_axis(x_mv, indices, axis=1), indices
 
 
 def _largest(x_mv: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:

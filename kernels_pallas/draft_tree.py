@@ -20,9 +20,9 @@ from kernels_pallas import mosaic
 
 LANES = 128  # threads of a warpgroup: what it copies is a multiple of it
 WORST = jnp.iinfo(jnp.int32).min
-MAX_BUDGET = 1023
+MAX_BUDGET = 511
 MANY = 128  # slots that are too many for every warp to have all
-ENTRY_BITS = 11  # entries: the root's first child, then two for every node
+ENTRY_BITS = 10  # entries: the root's first child, then two for every node
 
 
 @functools.cache
@@ -223,8 +223,7 @@ def grow(
 
             has_sibling = live & (rank + 1 < ranks)
             next_rank = jnp.minimum(rank + 1, ranks - 1)
-            # Where no prefix is left, what is picked is deeper than the table.
-            sibling = above + table_smem[(jnp.minimum(depth, levels) - 1) * ranks + next_rank]
+            sibling = above + table_smem[(depth - 1) * ranks + next_rank]
             sibling = jnp.where(has_sibling, sibling, WORST)
             has_child = live & (depth < levels)
             child = best + table_smem[jnp.minimum(depth, levels - 1) * ranks]

@@ -28,7 +28,7 @@ GATED_TILE = 96
 # Of a gated weight: so many of gate, then of up. Any tile then is one product with both, and half
 # as many wgmma of twice the width read the rows from shared memory half as often.
 GATED_COLUMNS = 32
-COLUMNS = GATED_COLUMNS  # of the result that are stored at a time
+COLUMNS = GATED_COLUMNS  # of the result that are stored at a time, gated ones of one turn
 
 
 def reference(
@@ -303,10 +303,11 @@ def _stream(
                 # Gate, up and the activation are rounded, as results in bfloat16 are. Adding zero
                 # keeps the compiler from converting numbers one by one, which shares a slow unit
                 # with the exponentials. A root's square is a reciprocal; a quotient is more work.
-                gate = (y[:, :COLUMNS].astype(jnp.bfloat16) + jnp.bfloat16(0)).astype(jnp.float32)
-                up = y[:, COLUMNS:].astype(jnp.bfloat16).astype(jnp.float32)
+                y = y.astype(jnp.bfloat16)
+                gate = (y[:, :GATED_COLUMNS] + jnp.bfloat16(0)).astype(jnp.float32)
                 root = lax.rsqrt(1.0 + jnp.exp(-gate))
                 activated = (gate * root * root).astype(jnp.bfloat16)
+                up = y[:, GATED_COLUMNS:].astype(jnp.float32)
                 return (activated.astype(jnp.float32) * up).astype(jnp.bfloat16)
 
             lax.fori_loop(0, steps, step, None)

@@ -700,10 +700,12 @@ def test_the_grown_tree_equals_the_reference(shape, budget, chain_seed):
         np.testing.assert_array_equal(mine, reference)
 
 
-@pytest.mark.parametrize("budget", [1, 63, 511])
+@pytest.mark.parametrize("budget", [1, 63, draft_tree.MAX_BUDGET])
 def test_growing_lowers_for_hopper(budget):
     scores = jnp.zeros((1, 15, budget), jnp.int32)
     assert lowered(functools.partial(draft_tree.grow, budget=budget), scores) == 1
+    with pytest.raises(ValueError, match=f"a budget of 512; .* up to {draft_tree.MAX_BUDGET}"):
+        draft_tree.grow(scores, draft_tree.MAX_BUDGET + 1)
 
 
 # Sampling.

@@ -265,6 +265,22 @@ def test_a_large_selection_is_one_selection(rows, columns, ranks, distinct):
         np.testing.assert_array_equal(row[ids], row[best])
 
 
+@pytest.mark.parametrize("columns", [400, 32 * 600])
+@pytest.mark.parametrize("ranks", [100, 129, 300])
+def test_a_selection_repeats_nothing_where_few_are_left(columns, ranks):
+    """As of logits that top-k, top-p or min-p filtered."""
+    generator = np.random.default_rng(5)
+    logits = np.full((4, columns), -np.inf, np.float32)
+    logits[0, :140] = generator.permutation(140)  # in few tiles, more than one pass selects
+    for row, finite in ((1, 20), (2, 200)):
+        places = generator.choice(columns, finite, replace=False)
+        logits[row, places] = generator.permutation(finite)
+    values, tokens = map(np.asarray, sampling._largest(jnp.asarray(logits), ranks))
+    np.testing.assert_array_equal(values, -np.sort(-logits, axis=1)[:, :ranks])
+    np.testing.assert_array_equal(values, np.take_along_axis(logits, tokens, axis=1))
+    assert all(len(set(row)) == ranks for row in tokens)
+
+
 def test_a_selection_is_among_the_best_tiles(monkeypatch):
     """A few numbers are left of a long row, however they lie in it."""
     seen = []
