@@ -6,9 +6,11 @@ import json
 import math
 import os
 import shutil
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from pairs import ORACLE
@@ -51,7 +53,7 @@ def test_round_measures_every_program(tmp_path, capsys, monkeypatch):
     every = {name: value for kind in SAMPLING.values() for name, value in kind.items()}
     monkeypatch.setattr(bench_round, "SAMPLING", {"everything": every})
     argv = ["round", "--shape", "tiny", "--budget", "7", "--context", "20,30", "--rounds", "5"]
-    argv += ["--sampling", "--prompt", "100", "--attention-at", "20"]
+    argv += ["--sampling", "--prompt", "100", "--attention-at", "20", "--rest", "0.01"]
     assert main([*argv, "--dtype", "float32", "--json", str(out)]) == 0
     result = json.loads(out.read_text())
     assert result["weights"] == "random"
@@ -63,6 +65,7 @@ def test_round_measures_every_program(tmp_path, capsys, monkeypatch):
     for row in result["rows"]:
         assert 0 < row["p10_ms"] <= row["median_ms"] <= row["p90_ms"]
         assert row["ratio"] == pytest.approx(row["median_ms"] / row["floor_ms"])
+        assert row["rested_ratio"] == pytest.approx(row["rested_ms"] / row["floor_ms"])
     floors = [row["floor_ms"] for row in result["rows"]]
     assert floors[0] < floors[1] == floors[2] == floors[3] < floors[-1]
     stages = result["rows"][2]["stages_ms"]
@@ -83,6 +86,37 @@ def test_rounds_of_a_few_words_fit_the_cache(shape):
     case = bench_round.planned(_parser().parse_args(argv)).cases[-1]
     _, drafter = SHAPES[shape]
     assert case.slots >= 64 + drafter.block_size * (60 + bench_round.WARM_UP)
+
+
+def test_rounds_are_measured_at_their_completion(monkeypatch):
+    """On a clock of a device that takes 2 ms for a round, and 100 ms for one after a rest."""
+    now, busy_until, rests = [0.0], [0.0], []
+
+    class Emitted(SimpleNamespace):
+        def block_until_ready(self):
+            now[0] = max(now[0], self.done)
+
+    def program(leaves, state):
+        assert leaves == "leaves"
+        rested = now[0] > busy_until[0]
+        busy_until[0] = max(now[0], busy_until[0]) + (0.1 if rested else 0.002)
+        emitted = SimpleNamespace(count=Emitted(done=busy_until[0]))
+        return SimpleNamespace(length=state.length + 1, cache=state.cache), emitted
+
+    def sleep(seconds):
+        rests.append(seconds)
+        now[0] += seconds
+
+    clock = SimpleNamespace(perf_counter=lambda: now[0], sleep=sleep)
+    monkeypatch.setattr(bench_round, "time", clock)
+    state = SimpleNamespace(length=np.zeros(1, int), cache=SimpleNamespace(slots=40))
+    times = bench_round.measure(program, "leaves", state, 6)
+    np.testing.assert_allclose(times, np.full(6, 2.0))
+    times = bench_round.measure_rested(program, "leaves", state, 6, 0.5)
+    np.testing.assert_allclose(times, [2.0, 2.0])
+    assert rests == [0.5, 0.5]
+    with pytest.raises(InputError, match=r"--rounds is 30; .* filled 44 slots"):
+        bench_round.measure(program, "leaves", state, 30)
 
 
 def test_number_lists():
@@ -301,6 +335,8 @@ def test_acceptance_by_depth():
         (["round", "--budget", "1-999999999"], "--budget holds 1-999999999; expected up to 4096"),
         (["round", "--budget", "1-99999999999999999999"], "expected numbers as in 15,63"),
         (["round", "--context", "99999999999"], "--context holds 99999999999; expected 1 to"),
+        (["round", "--rest", "0"], "--rest is 0; expected seconds, above 0 and up to 60"),
+        (["round", "--rest", "nan"], "--rest is nan"),
         (["round", "--rounds", "99999999"], "--rounds is 99999999; expected 1 to 10000"),
         (["startup", "--prompt", "0"], "--prompt is 0"),
         (["startup", "--budget", "512"], "--budget is 512"),

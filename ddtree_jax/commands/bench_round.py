@@ -39,6 +39,7 @@ TRACED = 20  # rounds that are measured on the device itself
 LONGEST = 2**24  # tokens of a context
 AHEAD = 2  # rounds dispatched before the oldest is waited for
 SPAN = 4  # rounds that a lap is the mean of: the host wakes up too late for single short ones
+BURST = 5  # rounds between two rests
 
 
 COLUMNS = (
@@ -46,7 +47,8 @@ COLUMNS = (
     f"each from one round's completion to that of the {SPAN}th after it, over {SPAN}. floor: the "
     "bytes a round must read over the read bandwidth measured in the same run. On a GPU also "
     "device: a round that waited in the device's queue, so that the host has no part in it; busy "
-    "(on one GPU): while any kernel ran, from a profile; idle: of the median."
+    "(on one GPU): while any kernel ran, from a profile; idle: of the median. rested, with --rest: "
+    f"the median of bursts of {BURST} rounds, before a GPU that draws all its power is slowed down."
 )
 
 
@@ -72,6 +74,12 @@ def add_parser(commands) -> None:
         "--context", default="1024", help="committed tokens before the first round, as in 1024,8192"
     )
     add("--rounds", type=int, default=60)
+    add(
+        "--rest",
+        type=float,
+        metavar="SECONDS",
+        help=f"also rounds in bursts of {BURST}, each after so long a rest",
+    )
     add("--prompt", metavar="N", help="also the time to the first token after N prompt tokens")
     add("--prefill-chunk", type=int, metavar="N", help="prompt tokens per prefill step")
     add(
@@ -111,21 +119,51 @@ def random_parameters(wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, j
     }
 
 
-def measure(program: Callable, leaves, state, count: int) -> np.ndarray:
-    """Milliseconds a round [count], each the mean of the SPAN rounds that begin with it."""
+def completions(program: Callable, leaves, state, count: int) -> tuple[list[float], Any]:
+    """When each of `count` rounds was done, and the state after them."""
     flying: collections.deque = collections.deque()
     stamps: list[float] = []
-    while len(stamps) < WARM_UP + count + SPAN:
-        state, emitted = program(leaves, state)
-        flying.append(emitted)
-        if len(flying) > AHEAD:
+    for dispatched in range(count + AHEAD):
+        if dispatched < count:
+            state, emitted = program(leaves, state)
+            flying.append(emitted)
+        if dispatched >= AHEAD:
             flying.popleft().count.block_until_ready()
             stamps.append(time.perf_counter())
+    return stamps, state
+
+
+def _check_room(state, count: int) -> None:
     length = int(np.max(jax.device_get(state.length)))
     if length >= state.cache.slots:
         raise InputError(f"--rounds is {count}; expected fewer: they filled {length} slots")
+
+
+def measure(program: Callable, leaves, state, count: int) -> np.ndarray:
+    """Milliseconds a round [count], each the mean of the SPAN rounds that begin with it."""
+    stamps, state = completions(program, leaves, state, WARM_UP + count + SPAN)
+    _check_room(state, count)
     ends = np.array(stamps[WARM_UP:])
     return 1e3 * (ends[SPAN:] - ends[:-SPAN]) / SPAN
+
+
+def measure_rested(program: Callable, leaves, state, count: int, rest: float) -> np.ndarray:
+    """Milliseconds a round [at least count / BURST], each the mean of a burst after `rest` seconds.
+
+    A round more, which wakes the device up, is not in it.
+    """
+    times = []
+    for _ in range(bursts(count)):
+        time.sleep(rest)
+        stamps, state = completions(program, leaves, state, 1 + BURST)
+        times.append(1e3 * (stamps[-1] - stamps[0]) / BURST)
+    _check_room(state, count)
+    return np.array(times)
+
+
+def bursts(count: int) -> int:
+    """How many it takes to measure `count` rounds."""
+    return -(-count // BURST)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,11 +182,18 @@ class Case:
         return self.options == Options(mode="ddtree", tree_budget=budget)
 
 
-def wall_row(engine: Engine, case: Case, count: int, bandwidth: float) -> dict[str, Any]:
+def wall_row(
+    engine: Engine, case: Case, count: int, bandwidth: float, rest: float | None
+) -> dict[str, Any]:
     """What the host's clock says of one program."""
     times = measure(*engine.round_at(case.options, case.context, case.slots), count)
     floor = 1e3 * bytes_read(engine, case.options.mode, case.context) / bandwidth
-    return {
+    rested = {}
+    if rest is not None:
+        begin = engine.round_at(case.options, case.context, case.slots)
+        median = float(np.median(measure_rested(*begin, count, rest)))
+        rested = {"rested_ms": median, "rested_ratio": median / floor}
+    return rested | {
         "label": case.label,
         "mode": case.options.mode,
         "tree_budget": case.options.tree_budget,
@@ -197,7 +242,8 @@ class Plan:
     """What a command line asks for.
 
     sweep: tree sizes in a range, of which only whole rounds are timed. prompts: tokens to prefill.
-    lengths: contexts at which attention is measured alone.
+    lengths: contexts at which attention is measured alone. rest: seconds before each burst of
+    rounds, if there are to be any.
     """
 
     cases: list[Case]
@@ -205,6 +251,7 @@ class Plan:
     sweep: bool
     prompts: list[int]
     lengths: list[int]
+    rest: float | None
 
     @property
     def longest(self) -> int:
@@ -237,6 +284,8 @@ def planned(args) -> Plan:
         if max(lists[name], default=1) > LONGEST:
             flag = name.replace("_", "-")
             raise InputError(f"--{flag} holds {max(lists[name])}; expected 1 to {LONGEST} tokens")
+    if args.rest is not None and not 0 < args.rest <= 60:
+        raise InputError(f"--rest is {args.rest:g}; expected seconds, above 0 and up to 60")
     if max(lists["budget"]) > 511:
         raise InputError(f"--budget holds {max(lists['budget'])}; expected 1 to 511 nodes")
     if args.tp > 1 and (lists["prompt"] or lists["attention_at"]):
@@ -255,12 +304,15 @@ def planned(args) -> Plan:
     target, drafter = pair_of(args)
     # Random weights guess next to nothing, but of a vocabulary of a few words.
     each = 2 if target.vocab_size > 2**14 else drafter.block_size
-    more = each * (max(args.rounds, 2 * TRACED) + WARM_UP + SPAN + AHEAD) + drafter.block_size
+    rounds = max(args.rounds + bursts(args.rounds), 2 * TRACED) + WARM_UP + SPAN
+    more = each * rounds + drafter.block_size
     cases = [
         Case(label, options, context, bucket(context + more))
         for context, (label, options) in itertools.product(lists["context"], kinds)
     ]
-    return Plan(cases, lists["context"], sweep, lists["prompt"], lists["attention_at"])
+    return Plan(
+        cases, lists["context"], sweep, lists["prompt"], lists["attention_at"], rest=args.rest
+    )
 
 
 def measured(engine: Engine, plan: Plan, count: int, status) -> dict[str, Any]:
@@ -279,7 +331,7 @@ def measured(engine: Engine, plan: Plan, count: int, status) -> dict[str, Any]:
     rows, parts = [], []
     for case in plan.cases:
         status.update(f"Measuring {case.label}, context {case.context}")
-        rows.append(wall_row(engine, case, count, bandwidth))
+        rows.append(wall_row(engine, case, count, bandwidth, plan.rest))
     for tokens in plan.prompts:
         status.update(f"Measuring prefill of {tokens} tokens")
         parts.append(bench_parts.prefill_row(engine, tokens, rate))

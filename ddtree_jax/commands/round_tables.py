@@ -52,6 +52,8 @@ def rounds_table(title: str, rows: list[dict[str, Any]]) -> Table:
         "p90": "p90_ms",
         "floor ms": "floor_ms",
         "ratio": "ratio",
+        "rested ms": "rested_ms",
+        "rested ratio": "rested_ratio",
         "device ms": "device_ms",
         "busy ms": "busy_ms",
         "idle %": "idle_percent",
