@@ -80,27 +80,32 @@ def test_round_measures_every_program(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("shape", ["tiny", "tiny-hybrid"])
-def test_rounds_of_a_few_words_fit_the_cache(shape):
+def test_rounds_of_a_few_words_fit_the_cache(shape, monkeypatch):
     """Random weights guess well where there is little to guess."""
-    argv = ["round", "--shape", shape, "--budget", "7", "--context", "64"]
+    monkeypatch.setattr(bench_round, "bucket", lambda slots: slots)
+    argv = ["round", "--shape", shape, "--budget", "7", "--context", "64", "--rounds", "200"]
     case = bench_round.planned(_parser().parse_args(argv)).cases[-1]
     _, drafter = SHAPES[shape]
-    assert case.slots >= 64 + drafter.block_size * (60 + bench_round.WARM_UP)
+    in_a_row = 200 + bench_round.WARM_UP + bench_round.SPAN
+    in_bursts = bench_round.bursts(200) * (1 + bench_round.BURST)
+    assert case.slots > 64 + drafter.block_size * max(in_a_row, in_bursts)
 
 
 def test_rounds_are_measured_at_their_completion(monkeypatch):
     """On a clock of a device that takes 2 ms for a round, and 100 ms for one after a rest."""
-    now, busy_until, rests = [0.0], [0.0], []
+    now, busy_until, rests, dispatched, ahead = [0.0], [0.0], [], [0], []
 
     class Emitted(SimpleNamespace):
         def block_until_ready(self):
+            ahead.append(dispatched[0] - self.number)
             now[0] = max(now[0], self.done)
 
     def program(leaves, state):
         assert leaves == "leaves"
         rested = now[0] > busy_until[0]
         busy_until[0] = max(now[0], busy_until[0]) + (0.1 if rested else 0.002)
-        emitted = SimpleNamespace(count=Emitted(done=busy_until[0]))
+        dispatched[0] += 1
+        emitted = SimpleNamespace(count=Emitted(done=busy_until[0], number=dispatched[0]))
         return SimpleNamespace(length=state.length + 1, cache=state.cache), emitted
 
     def sleep(seconds):
@@ -112,6 +117,8 @@ def test_rounds_are_measured_at_their_completion(monkeypatch):
     state = SimpleNamespace(length=np.zeros(1, int), cache=SimpleNamespace(slots=40))
     times = bench_round.measure(program, "leaves", state, 6)
     np.testing.assert_allclose(times, np.full(6, 2.0))
+    # The device always had others to do, until there were no more.
+    assert ahead == [bench_round.AHEAD] * (len(ahead) - bench_round.AHEAD) + [1, 0]
     times = bench_round.measure_rested(program, "leaves", state, 6, 0.5)
     np.testing.assert_allclose(times, [2.0, 2.0])
     assert rests == [0.5, 0.5]

@@ -685,6 +685,7 @@ def test_append_equals_the_reference(h, with_path):
         # More picks than there are prefixes, and than the table has numbers.
         ((1, 1, 8), 60, False),
         ((1, 2, 2), 9, True),
+        ((2, 6, 8), 40, True),
         ((1, 6, 40), 150, False),
     ],
 )

@@ -243,6 +243,7 @@ def test_draft_candidates(kind, ranks):
         (3, 400, 300),
         (3, 32 * 64, 32),  # tile by tile: of the fewest that there may be
         (3, 32 * 64, 33),  # too few tiles
+        (3, 32 * 8, 100),  # fewer tiles than are wanted
         (3, 32 * 64 + 8, 32),  # no whole tiles
         (15, 32 * 600, 300),  # tile by tile, in passes
     ],
