@@ -190,9 +190,6 @@ def grow(
         for word in range(words):
             bits[word] = 1 if word == 0 else 0
 
-        def largest(x):
-            return jnp.max(x.max(axis=1))
-
         def pick(step, frontier):
             score, place, entry = frontier
             best = score.max(axis=1)
@@ -202,14 +199,15 @@ def grow(
             # The first in the order of tuples among the best; places are distinct. Looked for as a
             # largest number too, for which warps have an instruction.
             is_best = score == lax.broadcast_in_dim(best, shape, [0])
-            found = largest(jnp.where(is_best, ~(place << ENTRY_BITS | entry), WORST))
+            key = jnp.where(is_best, ~(place << ENTRY_BITS | entry), WORST)
+            found = jnp.max(key.max(axis=1))
             live = found != WORST
             first = jnp.where(live, ~found, 0)
             picked, at = first & ((1 << ENTRY_BITS) - 1), first >> ENTRY_BITS
             if chain_seed:
-                is_next = (index == step) & (step < levels)
-                picked = jnp.where(step < levels, largest(jnp.where(is_next, entry, 0)), picked)
-                at = jnp.where(step < levels, largest(jnp.where(is_next, place, 0)), at)
+                # The last one's first child, before all others in the order of tuples.
+                picked = jnp.where(step < levels, 2 * step, picked)
+                at = jnp.where(step < levels, 0, at)
             best, depth, rank, parent, above = (
                 entries[field * 2 * size + picked] for field in range(5)
             )

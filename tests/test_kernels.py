@@ -685,13 +685,23 @@ def test_append_equals_the_reference(h, with_path):
         # More picks than there are prefixes, and than the table has numbers.
         ((1, 1, 8), 60, False),
         ((1, 2, 2), 9, True),
-        ((2, 6, 8), 40, True),
         ((1, 6, 40), 150, False),
     ],
 )
 def test_the_grown_tree_equals_the_reference(shape, budget, chain_seed):
     scores = np.random.default_rng(0).integers(-6, 1, shape) * 1000  # ties everywhere
-    scores = jnp.asarray(-np.sort(-scores, axis=-1), jnp.int32)
+    same_tree(-np.sort(-scores, axis=-1), budget, chain_seed)
+
+
+def test_a_pinned_chain_keeps_the_order_of_ties():
+    """All candidates of a level are equal, and the chain is worse than what it leaves behind."""
+    scores = np.full((1, 4, 5), -1000)
+    scores[:, 0] = 0
+    same_tree(scores, 30, chain_seed=True)
+
+
+def same_tree(scores, budget, chain_seed):
+    scores = jnp.asarray(scores, jnp.int32)
     got = interpreted(draft_tree.grow, scores, budget=budget, chain_seed=chain_seed)
     wanted = draft_tree.reference(scores, budget, chain_seed=chain_seed)
     live = np.asarray(wanted[3])
