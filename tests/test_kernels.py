@@ -121,11 +121,34 @@ def attention_case(b, n, m, k, g, h, s, *, lengths, window=0):
         ((1, 24, 24, 1, 4, 64, 4096), [0], 1),
     ],
 )
-def test_attention_equals_the_reference(shape, lengths, window):
+@pytest.mark.parametrize("splits", [1, 2])
+def test_attention_equals_the_reference(shape, lengths, window, splits):
     arguments = attention_case(*shape, lengths=lengths, window=window)
     got = interpreted(
-        tree_attention_mosaic.tree_attention, *arguments, bounded=window > 0, splits=2
+        tree_attention_mosaic.tree_attention, *arguments, bounded=window > 0, splits=splits
     )
+    wanted = tree_attention.tree_attention(*arguments)
+    close(got, wanted, 2e-2)
+    assert np.abs(np.asarray(got - wanted, np.float32)).mean() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("shape", "lengths", "window"),
+    [
+        # A cluster of two blocks, a block of its own (an odd number of tiles of rows), nodes that
+        # fill a part of the last, fewer keys than warpgroups, and windows.
+        ((2, 32, 32, 1, 4, 64, 512), [300, 0], 0),
+        ((1, 40, 70, 2, 3, 128, 1792), [1500], 0),
+        ((1, 24, 24, 1, 8, 64, 256), [200], 150),
+        ((1, 64, 64, 1, 4, 64, 4096), [130], 0),
+    ],
+)
+def test_workers_that_divide_the_keys_agree_with_the_reference(shape, lengths, window):
+    arguments = attention_case(*shape, lengths=lengths, window=window)
+    attend = functools.partial(
+        tree_attention_mosaic.tree_attention, bounded=window > 0, divided=True
+    )
+    got = interpreted(attend, *arguments)
     wanted = tree_attention.tree_attention(*arguments)
     close(got, wanted, 2e-2)
     assert np.abs(np.asarray(got - wanted, np.float32)).mean() < 1e-3
@@ -167,21 +190,24 @@ def test_attention_in_a_window_begins_at_its_bounds():
 
 
 @pytest.mark.parametrize(
-    ("nodes", "heads", "h", "slots", "bounded"),
+    ("nodes", "heads", "h", "slots", "bounded", "kernels"),  # a second kernel combines splits
     [
-        (1, 4, 128, 1024, False),
-        (16, 3, 64, 1024, True),
-        (64, 4, 128, 1024, False),
-        (64, 4, 128, 8192, False),
-        (256, 4, 128, 1536, False),
-        (64, 6, 256, 1024, False),
-        (512, 4, 128, 8192, True),
+        (1, 4, 128, 1024, False, 2),
+        (16, 3, 64, 1024, True, 2),
+        (64, 4, 128, 1024, False, 2),
+        (64, 4, 128, 8192, False, 2),
+        (256, 4, 128, 1536, False, 1),
+        (256, 4, 64, 512, True, 1),
+        (256, 4, 128, 8192, False, 2),
+        (64, 6, 256, 1024, False, 2),
+        (512, 4, 128, 8192, True, 1),
+        (512, 6, 256, 1024, False, 1),
     ],
 )
-def test_attention_lowers_for_hopper(nodes, heads, h, slots, bounded):
+def test_attention_lowers_for_hopper(nodes, heads, h, slots, bounded, kernels):
     case = attention_case(1, nodes, nodes, 8, heads, h, slots, lengths=[100])
     attend = functools.partial(tree_attention_mosaic.tree_attention, bounded=bounded)
-    assert lowered(attend, *case) == 2  # the second combines
+    assert lowered(attend, *case) == kernels
 
 
 @pytest.mark.parametrize(
