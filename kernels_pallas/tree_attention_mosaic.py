@@ -38,6 +38,7 @@ with an initial value) are replaced by equal ones.
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -99,9 +100,9 @@ def _attend(
     divided: bool,
     interpret,
 ):
-    """The attention of all splits, to be combined; of one alone, bfloat16 [b, n, k * g * h].
+    """Of one split bfloat16 [b, n, k * g * h], 0 where nothing is seen; of several what combines.
 
-    To be combined: unnormalised o [splits, z, rows, h], m and l [splits, z, rows], float32.
+    That is unnormalised o [splits, z, rows, h], m and l [splits, z, rows], float32.
 
     Args:
       qkv: bfloat16 [b, m, k * (g + 2) * h]; the last n rows ask.
@@ -527,6 +528,7 @@ def _attend(
             plgpu.SMEM((workers, 2, ROWS), jnp.float32),
         ]
     shared = plgpu.RefUnion(inputs, results) if divided else (inputs, results)
+    out_type: Any
     if whole:
         out_type = jax.ShapeDtypeStruct((b, n, kv_heads * g * h), result)
     else:
