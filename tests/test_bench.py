@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import rich.console
 from flax import nnx
 from pairs import ORACLE
 from test_decode_command import write_tokenizer
@@ -24,6 +25,7 @@ from ddtree_jax.commands import (
     bench_round,
     hugging_face,
     profile,
+    shell,
     sweep,
 )
 from ddtree_jax.commands.bench import _parser, by_depth, main
@@ -45,6 +47,17 @@ NAME = "qwen3_gqa"
 def _flags(monkeypatch):
     """The command adds to XLA_FLAGS; other tests' programs are kept under what was there."""
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_one_line_on_a_terminal_and_lines_in_a_log(capsys, monkeypatch, terminal):
+    monkeypatch.setattr(rich.console.Console, "is_terminal", terminal)
+    with shell.progress("first [4]") as update:
+        update("second")
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    lines = ["first [4]", "second"]
+    assert (shown.err.splitlines() == lines) != terminal
 
 
 @pytest.mark.exhaustive
@@ -76,7 +89,12 @@ def test_round_measures_every_program(tmp_path, capsys, monkeypatch):
     assert [(row["nodes"], row["tokens"]) for row in attention] == [(16, 20), (64, 20)]
     for row in result["parts"]:
         assert row["ratio"] == pytest.approx(row["ms"] / row["floor_ms"])
-    assert "tiny, 2 layers, random weights" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "tiny, 2 layers, random weights" in shown.out
+    # A log of a run that is cut off says what was measured until then.
+    for row in result["rows"]:
+        line = f"{row['label']}, context {row['context']}: {row['median_ms']:.3f} ms a round"
+        assert line in shown.err.splitlines()
 
 
 @pytest.mark.parametrize("shape", ["tiny", "tiny-hybrid"])
@@ -216,7 +234,7 @@ def test_the_baseline_needs_torch(capsys, monkeypatch):
         lambda name: None if name == "torch" else found(name),
     )
     assert main(["round", "--shape", "tiny", "--baseline"]) == 2
-    assert capsys.readouterr().err.startswith("error: --baseline needs torch")
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: --baseline needs torch")
 
 
 def test_the_baselines_configuration_is_transformers_own():
@@ -236,9 +254,9 @@ def test_the_baselines_configuration_is_transformers_own():
 
 def test_startup_refuses_what_its_process_refuses(capsys):
     assert main(["startup", "--shape", "tiny", "--attention", "mosaic"]) == 2
-    error = capsys.readouterr().err
+    error = capsys.readouterr().err.splitlines()[-1]
     assert error == "error: attention mosaic cannot be used: the device is a cpu; the kernels " + (
-        "need an NVIDIA Hopper GPU\n"
+        "need an NVIDIA Hopper GPU"
     )
 
 

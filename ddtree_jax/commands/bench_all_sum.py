@@ -130,11 +130,11 @@ def run(args) -> int:
     inboxes = None if reason else exchange.open_inboxes(mesh, MODEL, args.size)
     addresses = inboxes.addresses if inboxes else None
     rows: list[dict[str, Any]] = []
-    with shell.console(stderr=True).status("Sums") as status:
+    with shell.progress("Sums") as update:
         for count, (name, way) in itertools.product(counts, WAYS.items()):
             if way is by_kernel and reason:
                 continue
-            status.update(f"{name}, {count} rows")
+            update(f"{name}, {count} rows")
             x = jax.random.normal(jax.random.key(0), (args.tp * count, args.size), jnp.bfloat16)
             x = jax.device_put(x, jax.NamedSharding(mesh, P(MODEL)))
 

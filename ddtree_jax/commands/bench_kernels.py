@@ -316,12 +316,12 @@ def run(args) -> int:
         raise InputError(f"bench.py kernels needs the kernels: {reason}")
     config = SHAPES[args.shape][0]
     ways = (Kernels(mosaic=True), REFERENCE)
-    with shell.console(stderr=True).status("Inputs") as status, ThreadPoolExecutor() as pool:
+    with shell.progress("Inputs") as update, ThreadPoolExecutor() as pool:
         asked = [(nodes, case) for nodes in counts for case in cases(config, nodes, args.context)]
         built = [[pool.submit(compiled, case, way) for way in ways] for _, case in asked]
         rows = []
         for (nodes, case), programs in zip(asked, built, strict=True):
-            status.update(f"{case.operation}, {nodes} nodes")
+            update(f"{case.operation}, {nodes} nodes")
             rows.append(row(case, nodes, [program.result() for program in programs]))
     device = jax.devices()[0].device_kind
     table = Table(

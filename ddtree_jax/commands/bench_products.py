@@ -133,11 +133,11 @@ def run(args) -> int:
         if reason := matmul.unsupported_reason(1, k, n, jnp.bfloat16):
             raise InputError(f"--shape is {args.shape}, with {reason}")
     rows: list[dict[str, Any]] = []
-    with shell.console(stderr=True).status("Reading") as status:
+    with shell.progress("Reading") as update:
         bandwidth = read_bandwidth()
         for product, count in itertools.product(wanted, counts):
             name, k, n, gated = product
-            status.update(f"Measuring {name}, {count} rows")
+            update(f"Measuring {name}, {count} rows")
             # Not all the same: products of equal numbers take less power, so a higher clock.
             x = jax.random.normal(jax.random.key(count), (count, k)).astype(jnp.bfloat16)
             weights, chosen, plans = product.weights(), None, []

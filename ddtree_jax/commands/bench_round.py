@@ -315,35 +315,39 @@ def planned(args) -> Plan:
     )
 
 
-def measured(engine: Engine, plan: Plan, count: int, status) -> dict[str, Any]:
-    """Everything of a plan; `count` rounds of each case by the host's clock."""
+def measured(engine: Engine, plan: Plan, count: int, update) -> dict[str, Any]:
+    """Everything of a plan; `count` rounds of each case by the host's clock.
+
+    `update` is called with what happens.
+    """
     programs = [
         engine._round_program(case.options, case.slots, sampler_of([case.options]))
         for case in plan.cases
     ] + [bench_parts.prefill_program(engine, tokens) for tokens in plan.prompts]
     # Compiling times kernels on the device, too: it is over before anything is measured.
     for done, program in enumerate(programs):
-        status.update(f"Compiling: {done} of {len(programs)} programs")
+        update(f"Compiling: {done} of {len(programs)} programs")
         program.result()
-    status.update("Random weights")
+    update("Random weights")
     jax.block_until_ready(engine._leaves.result())
     bandwidth, rate = read_bandwidth(), matrix_rate(engine.dtype)
     rows, parts = [], []
     for case in plan.cases:
-        status.update(f"Measuring {case.label}, context {case.context}")
+        update(f"Measuring {case.label}, context {case.context}")
         rows.append(wall_row(engine, case, count, bandwidth, plan.rest))
+        update(f"{case.label}, context {case.context}: {rows[-1]['median_ms']:.3f} ms a round")
     for tokens in plan.prompts:
-        status.update(f"Measuring prefill of {tokens} tokens")
+        update(f"Measuring prefill of {tokens} tokens")
         parts.append(bench_parts.prefill_row(engine, tokens, rate))
     # The profiler comes last, so that nothing of it is in the times above.
     for case, row in zip(plan.cases, rows, strict=True) if not plan.sweep else ():
-        status.update(f"Profiling {case.label}, context {case.context}")
+        update(f"Profiling {case.label}, context {case.context}")
         if profile.available():
             row |= device_row(engine, case, row["median_ms"])
         if case.staged and engine.mesh is None:  # the parts' programs are for one device
             row["stages_ms"] = stages(engine, case.options, case.context, case.slots)
     for context, nodes in itertools.product(plan.lengths, bench_parts.ATTENTION_NODES):
-        status.update(f"Measuring attention, context {context}")
+        update(f"Measuring attention, context {context}")
         row = bench_parts.attention_row(engine, nodes, context, bandwidth, rate)
         parts.append(row | {"round_percent": bench_parts.round_share(row, rows)})
     result = {
@@ -362,17 +366,16 @@ def run(args) -> int:
     shell.check_writable(args.json)
     plan = planned(args)
     target, drafter = pair_of(args)
-    console = shell.console(stderr=True)
     baseline = []
     if args.baseline:  # before JAX takes most of the GPU's memory
-        with console.status("Hugging Face generate"):
+        with shell.progress("Hugging Face generate"):
             baseline = hugging_face.baseline(target, plan.contexts, args.dtype)
     profile.keep_graphs()
     api._keep_compiled_programs()
     if args.kernels and not profile.available():
         raise InputError(f"--kernels needs a GPU; the device is a {jax.default_backend()}")
     mesh = local_mesh(1, args.tp)
-    with console.status("Random weights") as status:
+    with shell.progress("Random weights") as update:
         engine = Engine(
             dataclasses.replace(target, max_position=max(target.max_position, plan.longest)),
             drafter,
@@ -383,7 +386,7 @@ def run(args) -> int:
             prefill_chunk=args.prefill_chunk,
             attention=args.attention,
         )
-        result = measured(engine, plan, args.rounds, status)
+        result = measured(engine, plan, args.rounds, update)
     shared = {
         "schema": 1,
         "shape": args.shape,

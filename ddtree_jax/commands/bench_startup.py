@@ -75,10 +75,9 @@ def run(args) -> int:
     request = {name: getattr(args, name) for name in ("shape", "budget", "prompt", "dtype")}
     request["attention"] = args.attention
     rows = []
-    console = shell.console(stderr=True)
     with tempfile.TemporaryDirectory() as cache:
         for label in ("cold", "warm"):
-            with console.status(f"A {label} process"):
+            with shell.progress(f"A {label} process"):
                 row = {"label": label} | _start(request, cache, args.debug)
             files = [path for path in Path(cache).rglob("*") if path.is_file()]
             rows.append(row | {"cache_bytes": sum(path.stat().st_size for path in files)})

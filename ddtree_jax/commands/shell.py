@@ -65,6 +65,26 @@ def console(*, stderr: bool = False, quiet: bool = False) -> Console:
     return made if made.is_terminal else Console(stderr=stderr, quiet=quiet, width=120)
 
 
+@contextlib.contextmanager
+def progress(text: str) -> Iterator[Callable[[str], None]]:
+    """Shows on stderr what a command is at, and yields what changes that.
+
+    On a terminal it is one line; elsewhere each is a line of its own, so that a log tells how far a
+    command came that did not end.
+    """
+    made = console(stderr=True)
+    if made.is_terminal:
+        with made.status(text) as status:
+            yield status.update
+    else:
+
+        def line(text: str) -> None:
+            made.print(text, markup=False, highlight=False)
+
+        line(text)
+        yield line
+
+
 def check_writable(path: str | None, flag: str = "--json") -> None:
     """Raises InputError if `path` cannot be written, before any work is done.
 
