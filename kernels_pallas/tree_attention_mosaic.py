@@ -8,13 +8,13 @@ no length recompiles anything). A block runs online softmax over its share. Of s
 second kernel combines the partial results.
 
 A block has one warpgroup that only issues copies of K and V tiles into a ring, and one or two that
-compute, 64 rows each, on every tile. Prefix tiles that all rows see whole need no mask; those at
+compute, 64 rows each, with every tile. Prefix tiles that all rows see whole need no mask; those at
 the row's length or at a window's edge compare slots; tiles of the rows beside test bit words.
 
-Where two splits would fill the GPU, blocks have 64 rows instead and are not split: their two
+Where keys would be split in two, blocks of two warpgroups have 64 rows instead and no splits: their
 warpgroups take the tiles in turn and combine what they have in shared memory, which saves a kernel
-(256 nodes at 1024 on an H200: 14.3 us instead of 16.8). Two blocks read a tile once, for both. Over
-long prefixes it costs more than it saves: each tile serves half as many rows.
+(256 nodes at 1024 on an H200: 14.3 us, and 16.8 with splits). Two blocks read a tile once, for
+both. Over long prefixes it costs more than it saves: a tile serves half as many rows.
 
 What a block copies first it asks for before it has read a length. Without bounds from below its
 first tile of the prefix is known; one past the row's length is masked whole. And where the rows
@@ -55,7 +55,7 @@ WIDE = 128  # keys of a tile where a block has many; 64 elsewhere
 LONG = 4096  # cache slots from which wide key tiles pay
 DEEP = 6  # wide tiles of the cache per split from which two computing warpgroups want them
 PART = 64  # columns that are stored at a time
-FOLD = 8  # columns of a thread's smallest part of an accumulator
+FOLD = 8  # columns of an accumulator after which its layout repeats: a thread has two of them
 ASIDE = 64  # rows beside the prefix for which there may be buffers of their own
 
 
@@ -142,7 +142,7 @@ def _attend(
         lower_ref, lowest_ref, highest_ref = refs[: len(bounds)] or [None] * 3
         o_ref, *stats_refs = refs[len(bounds) : len(bounds) + (1 if whole else 3)]
         refs = refs[len(bounds) + 1 + len(stats_refs) :]
-        shared, q_full, k_full, v_full, k_free, v_free, turn, done, *refs = refs
+        shared, q_full, k_full, v_full, k_free, v_free, met, *refs = refs
         (q_smem2, k_smem, v_smem), results = shared
         p_smem2, aside = (None, refs) if interpret is None else (refs[0], refs[1:])
         z_index, split, worker = (lax.axis_index(axis) for axis in ("z", "split", "wg"))
@@ -268,11 +268,15 @@ def _attend(
                 parts = [combine(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
             return parts[0]
 
+        def meet():
+            """Waits until all that compute are here."""
+            plgpu.barrier_arrive(met)
+            plgpu.barrier_wait(met)
+
         def take_turns():
             """Waits until the other warpgroup has issued its product."""
             if alternate:
-                plgpu.barrier_arrive(turn)
-                plgpu.barrier_wait(turn)
+                meet()
 
         def compute():
             q_smem = q_smem2.at[own_tile]
@@ -351,8 +355,11 @@ def _attend(
             def pass_by(step):
                 """A tile of the other worker: whoever waits for a barrier sees all its phases."""
                 slot = lax.rem(step, stages)
-                for _, full, free in ring:
+                for _, full, _ in ring:
                     plgpu.barrier_wait(full.at[slot])
+                # One warp arrives at a cluster's barrier for all four, and no product holds it up.
+                plgpu.commit_smem()
+                for _, _, free in ring:
                     plgpu.barrier_arrive(free.at[slot])
 
             def loop(start, count, visit, carry):
@@ -396,11 +403,6 @@ def _attend(
                 meet()
             store(o, peak * scale, total.sum(axis=1))
 
-        def meet():
-            """Waits until all that compute are here."""
-            plgpu.barrier_arrive(done)
-            plgpu.barrier_wait(done)
-
         def store(o, peak, total):
             if divided:
                 o, peak, total = merged(o[0], peak, total)
@@ -409,28 +411,25 @@ def _attend(
                 o = [(x * spread(factor, x.shape)).astype(jnp.bfloat16) for x in o]
             else:
                 m_ref, l_ref = stats_refs
-                target = (split, z_index, pl.ds(tile * ROWS, ROWS))
-                m_ref[target] = peak
-                l_ref[target] = total
+                share = (split, z_index, pl.ds(tile * ROWS, ROWS))
+                m_ref[share] = peak
+                l_ref[share] = total
             first_column = worker * width if divided else 0
             for i, start in enumerate(range(0, len(o) * o[0].shape[1], width)):
                 if i >= parts:  # until a buffer is free
-                    plgpu.wait_smem_to_gmem(parts - 1, wait_read_only=True)
+                    copies = g if whole else 1  # of a part
+                    plgpu.wait_smem_to_gmem((parts - 1) * copies, wait_read_only=True)
                 within = start % chunk
                 part = results[0].at[worker, i % parts]
                 part[...] = o[start // chunk][:, within : within + width]
                 plgpu.commit_smem()
                 if not whole:
-                    columns = pl.ds(start, width)
-                    plgpu.copy_smem_to_gmem(part, o_ref.at[(*target, columns)])
+                    plgpu.copy_smem_to_gmem(part, o_ref.at[(*share, pl.ds(start, width))])
                     continue
                 for j in range(g):
                     columns = pl.ds((head * g + j) * h + first_column + start, width)
-                    plgpu.copy_smem_to_gmem(
-                        part.at[pl.ds(j * nodes, nodes)],
-                        o_ref.at[batch, pl.ds(tile * nodes, nodes), columns],
-                        commit_group=j == g - 1,
-                    )
+                    target = o_ref.at[batch, pl.ds(tile * nodes, nodes), columns]
+                    plgpu.copy_smem_to_gmem(part.at[pl.ds(j * nodes, nodes)], target)
             # Only until the buffers are read: whoever reads what was written runs after us.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -555,7 +554,6 @@ def _attend(
             freed,
             freed,
             plgpu.Barrier(num_arrivals=workers),
-            plgpu.Barrier(num_arrivals=workers),
             *(() if interpret is None else (weights,)),
             *(aside if apart else ()),
         ),
@@ -646,11 +644,14 @@ def tree_attention(
       bounded: whether `lower_bn` may be above 0; it is not read otherwise (static).
       splits: parts that the keys are divided into, at most one for each tile of the cache (static);
         default: enough to fill the GPU.
-      divided: whether the two warpgroups of a block divide the keys instead of the rows, in place
-        of splits (static; two tiles of rows at least, head size up to 128); default: where there
-        would be two splits of a cache that is not long.
+      divided: whether the two warpgroups of a block divide the keys instead of the rows, without
+        splits (static); default: if `splits` is left out too and would be two, of a cache that is
+        not long.
       interpret: `plgpu.InterpretGPUParams` to run on a CPU, which takes more threads than it may
         have cores (the environment variable NPROC, as in tests/conftest.py).
+
+    Raises:
+      ValueError: keys are to be divided where a block has one warpgroup or splits.
     """
     b, m, k, c, h = qkv_bmch.shape
     n, slots, g = mask_bnm.shape[1], k_bksh.shape[2], c - 2
@@ -695,7 +696,12 @@ def tree_attention(
         splits = min(MULTIPROCESSORS // blocks, slots // (2 * keys))
         if divided is None:
             divided = workers == 2 and splits == 2 and slots < LONG
-    shares = 2 if divided else max(1, min(splits, slots // keys))  # each with a tile of the cache
+    elif divided and splits > 1:
+        raise ValueError(f"keys divided in a block and in {splits} splits; expected one of the two")
+    if divided and workers < 2:
+        raise ValueError(f"keys divided among the warpgroups of a block that has {workers}")
+    # A split begins with a tile of the cache.
+    shares = 2 if divided else max(1, min(splits, slots // keys))
     if workers == 2 and slots % WIDE == 0 and slots >= DEEP * WIDE * shares:
         keys = WIDE
     splits = 1 if divided else shares

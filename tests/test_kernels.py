@@ -135,8 +135,8 @@ def test_attention_equals_the_reference(shape, lengths, window, splits):
 @pytest.mark.parametrize(
     ("shape", "lengths", "window"),
     [
-        # A cluster of two blocks, a block of its own (an odd number of tiles of rows), nodes that
-        # fill a part of the last, fewer keys than warpgroups, and windows.
+        # An empty cache, an odd number of tiles of rows (a block has none), nodes that fill a part
+        # of the last, windows, and a long cache of which little is used.
         ((2, 32, 32, 1, 4, 64, 512), [300, 0], 0),
         ((1, 40, 70, 2, 3, 128, 1792), [1500], 0),
         ((1, 24, 24, 1, 8, 64, 256), [200], 150),
@@ -155,14 +155,17 @@ def test_workers_that_divide_the_keys_agree_with_the_reference(shape, lengths, w
 
 
 @pytest.mark.parametrize("place", ["sibling", "slots past the length"])
-def test_what_is_hidden_leaves_no_trace(place):
+@pytest.mark.parametrize(
+    ("nodes", "ways"), [(8, {"splits": 2}), (8, {"splits": 1}), (40, {"divided": True})]
+)
+def test_what_is_hidden_leaves_no_trace(place, nodes, ways):
     """Huge values, which a mask that blends what it should hide would let through."""
     length = 30 if place == "sibling" else 0
-    qkv, k, v, _, lower, _ = attention_case(1, 8, 8, 1, 2, 64, 128, lengths=[length])
-    mask = jnp.eye(8, dtype=bool)[None].at[0, 5].set(length > 0)
+    qkv, k, v, _, lower, _ = attention_case(1, nodes, nodes, 1, 2, 64, 128, lengths=[length])
+    mask = jnp.eye(nodes, dtype=bool)[None].at[0, 5].set(length > 0)
     loud = qkv.at[:, 3, :, -1].set(1e30), k, v
     if place != "sibling":
-        # Both splits begin with a tile past the length, and query 5 sees nothing anywhere.
+        # Every split begins with a tile past the length, and query 5 sees nothing anywhere.
         loud = qkv, *(x.at[:, :, length:].set(1e30) for x in (k, v))
     clean, got = (
         np.asarray(
@@ -170,7 +173,7 @@ def test_what_is_hidden_leaves_no_trace(place):
                 tree_attention_mosaic.tree_attention,
                 *(*each, mask, lower, jnp.full((1,), length)),
                 bounded=False,
-                splits=2,
+                **ways,
             )
         )
         for each in ((qkv, k, v), loud)
@@ -178,6 +181,44 @@ def test_what_is_hidden_leaves_no_trace(place):
     unlike = [3, 5] if place == "sibling" else []
     np.testing.assert_array_equal(np.delete(clean, unlike, 1), np.delete(got, unlike, 1))
     assert (got[:, 5] == 0).all() == (length == 0)
+
+
+def test_who_divides_keys_has_two_warpgroups_and_no_splits():
+    case = attention_case(1, 40, 40, 1, 2, 64, 128, lengths=[30])
+    with pytest.raises(ValueError, match="in 3 splits"):
+        tree_attention_mosaic.tree_attention(*case, divided=True, splits=3)
+    case = attention_case(1, 8, 8, 1, 2, 64, 128, lengths=[30])
+    with pytest.raises(ValueError, match="a block that has 1"):
+        tree_attention_mosaic.tree_attention(*case, divided=True)
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_blocks_of_a_cluster_read_tiles_together_and_free_them_together(divided, monkeypatch):
+    """The interpreter does not know clusters; a GPU gives wrong results or hangs."""
+    copies, barriers = [], []
+    copy, barrier = plgpu.copy_gmem_to_smem, plgpu.ClusterBarrier
+    monkeypatch.setattr(
+        plgpu,
+        "copy_gmem_to_smem",
+        lambda *refs, **options: copies.append(options) or copy(*refs, **options),
+    )
+    monkeypatch.setattr(
+        plgpu, "ClusterBarrier", lambda **options: barriers.append(options) or barrier(**options)
+    )
+    case = attention_case(1, 40, 41, 1, 4, 64, 512, lengths=[100])  # not a shape that is traced
+    attend = functools.partial(
+        tree_attention_mosaic.tree_attention.__wrapped__, bounded=False, divided=divided
+    )
+    # Rows beside are filled up to 48 first, by a call of its own.
+    assert lowered(attend, *case) == (1 if divided else 2)
+    axes = [each.get("collective_axes") for each in copies]
+    # Queries of four heads; K and V of the first tile, of others, and of the rows beside, which
+    # otherwise have buffers of their own.
+    assert len(axes) == (12 if divided else 14)
+    assert axes.count("block") == 8 * divided
+    assert [(each["collective_axes"], each["num_arrivals"]) for each in barriers] == (
+        [(("block",), 2)] * divided
+    )
 
 
 def test_attention_in_a_window_begins_at_its_bounds():
