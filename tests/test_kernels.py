@@ -1005,9 +1005,9 @@ def test_a_program_with_kernels_lowers_for_hopper(mode):
         models = nnx.merge(graphdef, state)
         return programs[mode](models, decode, *arguments, sampler=sampler)
 
-    # Attention, its combination, head rows and norms are traced once per shape, the commits and
-    # the tree once each; products of 32 rows have kernels too.
-    least = {"ar": 5, "dflash": 9, "ddtree": 12, "prefill": 8}[mode]
+    # Attention (of so small a cache in one kernel), head rows and norms are traced once per shape,
+    # the commits and the tree once each; products of 32 rows have kernels too.
+    least = {"ar": 5, "dflash": 8, "ddtree": 14, "prefill": 10}[mode]
     found = lowered(program, state, decode, *arguments)
     assert found >= least
     if mode == "ar":
