@@ -124,7 +124,7 @@ def argmax(
 
                 columns, depth = pl.ds(start_of(turn), tile), pl.ds(step * DEPTH, DEPTH)
                 source = w_ref.at[(columns, depth) if transposed else (depth, columns)]
-                plgpu.copy_gmem_to_smem(source, w_smem.at[slot], full.at[slot])
+                mosaic.copy_streamed(source, w_smem.at[slot], full.at[slot], interpret=interpret)
                 target = x_smem.at[slot, pl.ds(0, read)]
                 plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(0, read), depth], target, full.at[slot])
 
@@ -211,7 +211,7 @@ def argmax(
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             plgpu.Barrier(num_arrivals=workers, num_barriers=stages),
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=mosaic.STREAMING,
         interpret=interpret,
     )(x_mk, w_kn, jnp.full((1,), jnp.minimum(real, n), jnp.int32))
     best, index = best[:, :count], index[:, :count]

@@ -277,7 +277,7 @@ def _stream(
 
                 depth = pl.ds((first + step) * DEPTH, DEPTH)
                 source = w_ref.at[depth, pl.ds(block * width, width)]
-                plgpu.copy_gmem_to_smem(source, w_smem.at[slot], full.at[slot])
+                mosaic.copy_streamed(source, w_smem.at[slot], full.at[slot], interpret=interpret)
                 source = x_ref.at[pl.ds(0, read), depth]
                 # Each block of a cluster reads a part of the rows for all of them.
                 collective = {"collective_axes": "tile"} if cluster > 1 else {}
@@ -371,7 +371,7 @@ def _stream(
             freed,
             plgpu.Barrier(num_arrivals=workers),
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=mosaic.STREAMING,
         interpret=interpret,
     )(x_mk, w_kn)
     return y[:, :count]

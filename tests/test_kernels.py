@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 
 from ddtree_jax import rounds, sampling
@@ -62,8 +63,8 @@ def interpreted(kernel, *arguments, **options):
     return result
 
 
-def lowered(kernel, *arguments) -> int:
-    """The number of Mosaic kernels in a program lowered for an H200 from this host."""
+def lowering(kernel, *arguments):
+    """A program lowered for an H200 from this host."""
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Explicit,), abstract_device=device)
     where = NamedSharding(mesh, jax.P())
@@ -71,8 +72,32 @@ def lowered(kernel, *arguments) -> int:
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), arguments
     )
     with jax.sharding.use_abstract_mesh(mesh):
-        text = jax.jit(kernel).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-    return text.count("mosaic_gpu_v2")
+        return jax.jit(kernel).trace(*shapes).lower(lowering_platforms=("cuda",))
+
+
+def lowered(kernel, *arguments) -> int:
+    """The number of Mosaic kernels in a program lowered for an H200 from this host."""
+    return lowering(kernel, *arguments).as_text().count("mosaic_gpu_v2")
+
+
+def operations(operation):
+    for region in operation.regions:
+        for block in region.blocks:
+            for inner in block.operations:
+                yield inner.operation
+                yield from operations(inner.operation)
+
+
+def tensor_copies(kernel, *arguments) -> list[bool]:
+    """Of a program's only kernel: whether each tensor copy to shared memory has a hint."""
+    program = lowering(kernel, *arguments).compiler_ir("stablehlo")
+    calls = (o for o in operations(program.operation) if "custom_call" in o.name)
+    (module,) = [call.attributes["mhlo.backend_config"]["module"].value_bytes for call in calls]
+    program.context.allow_unregistered_dialects = True  # the names have a prefix
+    with program.context:
+        module = ir.Module.parse(module)
+    copies = (o for o in operations(module.operation) if o.name.endswith(mosaic.TENSOR_COPY))
+    return [list(copy.attributes["operandSegmentSizes"])[6] == 1 for copy in copies]
 
 
 def close(got, wanted, atol):
@@ -336,6 +361,27 @@ def test_products_lower_for_hopper(m):
 @pytest.mark.parametrize("m", [129, 250, 256])
 def test_gated_products_of_many_rows_lower_for_hopper(m):
     assert lowered(matmul.gated_matmul, normal(0, m, 512), normal(0, 512, 384, 2, 32)) == 1
+
+
+@pytest.mark.parametrize("m", [16, 128, 256])
+def test_the_cache_drops_weights_first(m):
+    """And not the rows, which every block reads."""
+    gated = normal(0, 512, 384, 2, 32)
+    assert tensor_copies(matmul.gated_matmul, normal(0, m, 512), gated) == [True, False]
+    head = functools.partial(choice.argmax, real=7)
+    for transposed in (False, True):
+        w = normal(0, *((4096, 512) if transposed else (512, 4096)))
+        kernel = functools.partial(head, transposed=transposed)
+        assert tensor_copies(kernel, normal(0, m, 512), w) == [True, False]
+    if m <= matmul.MAX_ROWS:
+        w = normal(0, 512, 6144)
+        assert tensor_copies(matmul.split_matmul, normal(0, m, 512), w) == [True, False]
+
+
+def test_a_streamed_copy_needs_its_compiler_parameters(monkeypatch):
+    monkeypatch.setattr(mosaic, "STREAMING", plgpu.CompilerParams(approx_math=True))
+    with pytest.raises(NotImplementedError, match="STREAMING"):
+        lowered(choice.argmax, normal(0, 16, 512), normal(0, 512, 4224), jnp.int32(7))
 
 
 # Head and choice.
