@@ -85,8 +85,9 @@ def _evict_first(_) -> None:
     written = list(ir.InsertionPoint.current.block.operations)
     if not written or written[-1].operation.name != TENSOR_COPY:
         raise NotImplementedError("no tensor copy precedes; the kernel's parameters: STREAMING")
-    copy = written[-1].opview
-    hint = arith.ConstantOp(ir.IntegerType.get_signless(64), EVICT_FIRST).result
+    copy: Any = written[-1].opview
+    i64 = ir.IntegerType.get_signless(64)
+    hint = arith.constant(i64, ir.IntegerAttr.get(i64, EVICT_FIRST))
     type(copy)(
         dstMem=copy.dstMem,
         tmaDescriptor=copy.tmaDescriptor,
