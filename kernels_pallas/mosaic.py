@@ -87,7 +87,7 @@ def _evict_first(_) -> None:
         raise NotImplementedError("no tensor copy precedes; the kernel's parameters: STREAMING")
     copy: Any = written[-1].opview
     i64 = ir.IntegerType.get_signless(64)
-    hint = arith.constant(i64, ir.IntegerAttr.get(i64, EVICT_FIRST))
+    hint = arith.constant(i64, EVICT_FIRST)  # type: ignore[call-arg, arg-type]
     type(copy)(
         dstMem=copy.dstMem,
         tmaDescriptor=copy.tmaDescriptor,
