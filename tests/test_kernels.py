@@ -3,9 +3,12 @@
 What a GPU makes of them is not seen here; `scripts/bench.py` measures that.
 """
 
+import collections
 import dataclasses
 import functools
+import itertools
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -88,16 +91,31 @@ def operations(operation):
                 yield from operations(inner.operation)
 
 
-def tensor_copies(kernel, *arguments) -> list[bool]:
-    """Of a program's only kernel: whether each tensor copy to shared memory has a hint."""
+def kernel_operations(kernel, *arguments) -> list[tuple]:
+    """Of a program's only kernel, in order: operations' names, attributes, operands and results.
+
+    Values are numbered; constants, whose order says nothing, stand for themselves.
+    """
     program = lowering(kernel, *arguments).compiler_ir("stablehlo")
     calls = (o for o in operations(program.operation) if "custom_call" in o.name)
     (module,) = [call.attributes["mhlo.backend_config"]["module"].value_bytes for call in calls]
     program.context.allow_unregistered_dialects = True  # the names have a prefix
     with program.context:
         module = ir.Module.parse(module)
-    copies = (o for o in operations(module.operation) if o.name.endswith(mosaic.TENSOR_COPY))
-    return [list(copy.attributes["operandSegmentSizes"])[6] == 1 for copy in copies]
+    number = itertools.count()
+    names: dict[Any, Any] = collections.defaultdict(lambda: next(number))
+    listed = []
+    for operation in operations(module.operation):
+        attributes = {name: str(operation.attributes[name]) for name in operation.attributes}
+        name = operation.name.removeprefix("stable_mosaic_gpu.")
+        operands = [names[value] for value in operation.operands]
+        if name == "arith.constant":
+            names[operation.results[0]] = attributes["value"]
+        else:
+            listed.append(
+                (name, attributes, operands, [names[value] for value in operation.results])
+            )
+    return listed
 
 
 def close(got, wanted, atol):
@@ -363,19 +381,42 @@ def test_gated_products_of_many_rows_lower_for_hopper(m):
     assert lowered(matmul.gated_matmul, normal(0, m, 512), normal(0, 512, 384, 2, 32)) == 1
 
 
-@pytest.mark.parametrize("m", [16, 128, 256])
-def test_the_cache_drops_weights_first(m):
-    """And not the rows, which every block reads."""
-    gated = normal(0, 512, 384, 2, 32)
-    assert tensor_copies(matmul.gated_matmul, normal(0, m, 512), gated) == [True, False]
-    head = functools.partial(choice.argmax, real=7)
-    for transposed in (False, True):
-        w = normal(0, *((4096, 512) if transposed else (512, 4096)))
-        kernel = functools.partial(head, transposed=transposed)
-        assert tensor_copies(kernel, normal(0, m, 512), w) == [True, False]
-    if m <= matmul.MAX_ROWS:
-        w = normal(0, 512, 6144)
-        assert tensor_copies(matmul.split_matmul, normal(0, m, 512), w) == [True, False]
+@pytest.mark.parametrize(
+    ("kernel", "shape"),
+    [
+        (matmul.gated_matmul, (512, 384, 2, 32)),
+        (matmul.split_matmul, (512, 6144)),
+        (functools.partial(choice.argmax, real=7), (512, 4096)),
+        (functools.partial(choice.argmax, real=7, transposed=True), (4096, 512)),
+    ],
+)
+def test_the_cache_drops_weights_first(kernel, shape, monkeypatch):
+    """The kernel is what it is without the hint, which the weights' copy has and no other."""
+    streamed, copy = [], mosaic.copy_streamed
+
+    def watched(source, target, barrier, *, interpret):
+        streamed.append(source.ref.shape)
+        copy(source, target, barrier, interpret=interpret)
+
+    monkeypatch.setattr(mosaic, "copy_streamed", watched)
+    arguments = normal(0, 16, 512), normal(0, *shape)
+    jax.clear_caches()
+    hinted = kernel_operations(kernel, *arguments)
+    monkeypatch.setattr(mosaic, "_evict_first", lambda: None)
+    jax.clear_caches()
+    plain = kernel_operations(kernel, *arguments)
+    columns = shape[1:] if len(shape) == 2 else (np.prod(shape[1:]),)
+    assert streamed == [(shape[0], *columns)] * 2
+    copies = [i for i, operation in enumerate(plain) if operation[0] == mosaic.TENSOR_COPY]
+    name, attributes, operands, results = plain[copies[0]]
+    assert len(copies) == 2
+    assert attributes["operandSegmentSizes"].endswith("0, 0, 0, 1>")
+    # From PTX's createpolicy, as NVIDIA's CUTLASS has it.
+    hint = f"{0x12F0000000000000} : i64"
+    sizes = attributes["operandSegmentSizes"].replace("0, 0, 0, 1>", "0, 0, 1, 1>")
+    attributes = attributes | {"operandSegmentSizes": sizes}
+    plain[copies[0]] = (name, attributes, [*operands[:-1], hint, operands[-1]], results)
+    assert hinted == plain
 
 
 def test_a_streamed_copy_needs_its_compiler_parameters(monkeypatch):
