@@ -85,7 +85,7 @@ def _evict_first(_) -> None:
     """Gives the copy just written a hint that Pallas has no argument for."""
     written = list(ir.InsertionPoint.current.block.operations)
     if not written or written[-1].operation.name != TENSOR_COPY:
-        raise NotImplementedError("no tensor copy just before; expected a kernel with STREAMING")
+        raise RuntimeError("no tensor copy just before; expected a kernel with STREAMING")
     copy: Any = written[-1].opview
     i64 = ir.IntegerType.get_signless(64)
     hint = arith.constant(i64, EVICT_FIRST)  # type: ignore[call-arg, arg-type]
