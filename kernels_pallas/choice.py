@@ -39,14 +39,16 @@ def reference(
     return y.max(axis=1), jnp.argmax(y, axis=1).astype(jnp.int32)
 
 
-def unsupported_reason(rows: int, k: int, n: int, dtype) -> str | None:
-    """Why the kernel cannot take [rows, k] times [k, n], or None."""
+def unsupported_reason(rows: int, k: int, n: int, dtype, *, transposed: bool = False) -> str | None:
+    """Why the kernel cannot take [rows, k] times [k, n], or None. `transposed`: given as [n, k]."""
     if dtype != jnp.bfloat16:
         return f"{jnp.dtype(dtype).name}; the kernel takes bfloat16"
     if rows > MAX_ROWS:
         return f"{rows} rows; the kernel takes up to {MAX_ROWS}"
-    if k % DEPTH or n % 8:
-        return f"a weight of {k} x {n}; the kernel takes multiples of {DEPTH} and 8"
+    # A tensor copy takes 8 rows, or 64 columns, of what is longer than that.
+    columns = 8 if transposed or n <= 64 else 64
+    if k % DEPTH or n % columns:
+        return f"a weight of {k} x {n}; the kernel takes multiples of {DEPTH} and {columns}"
     return None
 
 

@@ -61,7 +61,7 @@ class Kernels:
     ) -> tuple[jax.Array, jax.Array]:
         rows, k = x_mk.shape
         n = w_kn.shape[0 if transposed else 1]
-        reason = choice.unsupported_reason(rows, k, n, x_mk.dtype)
+        reason = choice.unsupported_reason(rows, k, n, x_mk.dtype, transposed=transposed)
         if self.mosaic and reason is None and choice.preferred(rows, n):
             return choice.argmax(x_mk, w_kn, real, transposed=transposed, interpret=self.interpret)
         return choice.reference(x_mk, w_kn, real, transposed=transposed)

@@ -475,6 +475,24 @@ def test_few_rows_leave_their_head_to_xla():
         assert lowered(functools.partial(kernels.argmax, real=7), normal(0, m, 64), w) == count
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("n", [8, 56, 64, 72, 4100, 4104, 16000, 16032])
+def test_every_size_lowers_or_is_said_to_be_unsupported(n, transposed):
+    """16032 columns are an eighth of Llama 3.1's vocabulary."""
+    w = normal(0, *((n, 64) if transposed else (64, n)))
+    kernel = functools.partial(choice.argmax, real=n, transposed=transposed)
+    reason = choice.unsupported_reason(16, 64, n, jnp.bfloat16, transposed=transposed)
+    if reason is None:
+        assert lowered(kernel, normal(0, 16, 64), w) == 1
+    else:
+        assert f"64 x {n}" in reason
+        with pytest.raises(ValueError, match="multiple"):
+            lowered(kernel, normal(0, 16, 64), w)
+    program = functools.partial(Kernels(mosaic=True).argmax, real=n, transposed=transposed)
+    preferred = reason is None and choice.preferred(16, n)
+    assert lowered(program, normal(0, 16, 64), w) == preferred
+
+
 def test_a_head_has_tiles_that_keep_all_multiprocessors_busy():
     assert choice.tile_of(128, 151936) == 192
     assert choice.tile_of(64, 128256) in (128, 256)
