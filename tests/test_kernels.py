@@ -1079,6 +1079,93 @@ def test_float32_never_reaches_a_kernel():
 
 # Together.
 
+ROW_COUNTS = st.one_of(st.sampled_from([1, 16, 64, 128, 256]), st.integers(1, 300))
+HEADS = st.tuples(
+    st.integers(1, 8), st.integers(3, 11), st.sampled_from([64, 128, 256, 64, 128, 80, 96])
+)
+
+
+def sizes(most):
+    """Up to `most`, and mostly such as kernels take."""
+    each = st.sampled_from([64, 8, 64, 1])
+    return each.flatmap(lambda each: st.integers(1, most // each).map(lambda n: n * each))
+
+
+def zeros(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def calls(draw, name):
+    """A call of one of `Kernels`' operations with any sizes: arguments by position, and by name."""
+    m, d, wide = draw(ROW_COUNTS), draw(sizes(8192)), functools.partial(zeros, dtype=jnp.float32)
+    x, b = zeros(m, d), draw(st.integers(1, 2))
+    k, slots, h = draw(HEADS)
+    qkv, cache = zeros(b, m, k, slots, h), zeros(b, k, 64 * draw(st.integers(1, 80)), h)
+    numbers = zeros(b, dtype=jnp.int32)
+    match name:
+        case "matmul":
+            return (x, zeros(d, draw(sizes(12288)))), {}
+        case "gated_matmul":
+            return (x, zeros(d, 3 * draw(st.integers(1, 140)), 2, GATE_COLUMNS)), {}
+        case "argmax":
+            n, transposed = draw(sizes(2**18)), draw(st.booleans())
+            return (x, zeros(n, d) if transposed else zeros(d, n)), dict(
+                real=n, transposed=transposed
+            )
+        case "add_norm":
+            return (x, wide(draw(st.integers(1, 4)), m, d), zeros(d)), dict(eps=1e-6)
+        case "head_rows":
+            tables = wide(m, draw(st.sampled_from([h // 4, h // 2])))
+            norms = draw(st.sampled_from([None, (zeros(h),) * 2]))
+            parts = wide(draw(st.integers(1, 4)), m, k * slots * h)
+            return (parts, (tables,) * 2, norms), dict(
+                eps=1e-6, shape=(k, slots, h), dtype=jnp.bfloat16
+            )
+        case "attention":
+            mask, lower = zeros(b, m, m, dtype=bool), zeros(b, m, dtype=jnp.int32)
+            return (qkv, cache, cache, mask, lower, numbers), {}
+        case "append":
+            return ([(cache,) * 2], [qkv], zeros(b, 16, dtype=jnp.int32), numbers, numbers), {}
+        case "sample":
+            n = draw(sizes(2**18))
+            scores, noise = wide(b, m, n), wide(b, 16, n)
+            return (scores, noise, zeros(b, m, dtype=jnp.int32), numbers, wide(b), None), {}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "matmul",
+        "gated_matmul",
+        "argmax",
+        "add_norm",
+        "head_rows",
+        "attention",
+        "append",
+        "sample",
+    ],
+)
+def test_a_kernel_is_chosen_only_where_it_lowers(name, monkeypatch):
+    """Whatever the sizes; those that a kernel does not take are left to its reference.
+
+    Wherever it is supported, that is, be it preferred or not, but for gated products.
+    """
+    preferred = matmul.preferred
+    monkeypatch.setattr(choice, "preferred", lambda *_: True)
+    monkeypatch.setattr(
+        matmul, "preferred", lambda *sizes, gated=False: not gated or preferred(*sizes, gated=True)
+    )
+    few = name in ("attention", "sample")  # seconds each
+
+    @settings(max_examples=10 if few else 100, deadline=None, derandomize=True)
+    @given(st.data())
+    def check(data):
+        arguments, options = calls(data.draw, name)
+        operation = getattr(Kernels(mosaic=True), name)
+        lowered(functools.partial(operation, **options), *arguments)
+
+    check()
+
 
 def small_pair():
     """A target and a drafter whose shapes every kernel takes."""
